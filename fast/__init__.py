@@ -1,5 +1,8 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults
 and docstrings. Where there is no Triton, plain PyTorch computes (`backend`).
+
+Both passes of a function have the names of those in `canon.reference`. They return lse in the
+accumulation dtype, compute dk and dv together, and neither compute nor send unneeded gradients.
 """
 
 from canon.fast.ahead.warm import warm_up

@@ -4,7 +4,7 @@ these.
 The step of the own keys computes all queries, because it initialises the results. In packed
 documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
 active queries is a view; several are gathered into copies of q, and backward of dout, lse and
-delta. So no fully masked row is visited or merged.
+delta.
 """
 
 import numpy as np
@@ -40,7 +40,6 @@ class ActiveQueries:
         return pick_rows(x, indices) if x.ndim == 4 else x.index_select(dim, indices)
 
     def take_inputs(self, inputs: QueryInputs) -> QueryInputs:
-        """Return views of the inputs of a backward pass at these queries, which form one range."""
         dout, q, lse, delta = inputs
         return QueryInputs(self.take(dout), self.take(q), self.take(lse, 2), self.take(delta, 2))
 
@@ -51,7 +50,6 @@ class ActiveQueries:
         operations.copy_statistics(inputs.lse, inputs.delta, (copies.lse, copies.delta), rows)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
         return tuple(
             self.mask.queries if axis == (1 if x.ndim == 4 else 2) else n
             for axis, n in enumerate(x.shape)
@@ -75,7 +73,6 @@ class ActiveQueries:
                 rows_for(result).copy_tokens(running[0][:, rows], result[:, rows])
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add dq (b, n, h, d) of these queries to ``total``."""
         rows_for(part).add_to_rows(total, query_indices(self, part.device), part)
 
 
@@ -96,7 +93,7 @@ def query_indices(queries: ActiveQueries) -> np.ndarray:
 
 @device_plan
 def row_indices(start: int, stop: int) -> np.ndarray:
-    """Return start, start + 1, ..., stop - 1, int64."""
+    """Return start, ..., stop - 1, int64."""
     return np.arange(start, stop)
 
 

@@ -1,4 +1,4 @@
-/* Chunks on ranks in C: what `assignment.py` defines in NumPy, without its batches of swaps. Continues `chunks.c`.
+/* Chunks on ranks in C: swaps and relief of `canon.reference.planner`. Continues `chunks.c`.
  *
  * A rank has two prefix sums over cells: `missing`, of those that none of its chunks needs, and `once`, of those
  * that exactly one needs. So the keys that a chunk would add to a rank, or take away, are differences of entries.

@@ -10,8 +10,8 @@
 waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
 raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" is the fastest method, and under that switch the fastest that repeats its bits. Each pass
-reads the switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
+"auto" is the fastest method, under that switch of those that repeat their bits. Each pass reads the
+switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
     "fused"            Gluon, if queries see enough keys that two MMAs a tile cost more than the
@@ -57,7 +57,7 @@ class Method(NamedTuple):
 
 
 def method_now(option: str, sends: bool = False) -> Method:
-    """Return the method under the current state of `torch.use_deterministic_algorithms`."""
+    """Return the method under the current state of PyTorch's switch."""
     return Method(option, torch.are_deterministic_algorithms_enabled(), sends)
 
 
@@ -92,8 +92,8 @@ def gradients(
     dtype: torch.dtype | None = None,
     kind: Hashable = None,
 ) -> Gradients:
-    """Return dq, dk and dv as `attention_backward` does, without checks, in one recorded pass. dk
-    and dv come together. ``kind``: as in `replayed`, except for the gradients.
+    """Return dq, dk and dv as `attention_backward`, without checks, in one recorded pass. dk and dv
+    come together. ``kind``: as in `replayed`, except for the gradients.
     """
     grads = empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
@@ -144,8 +144,8 @@ def plan_gradients(
     method: str,
     sends: bool = False,
 ) -> None:
-    """Look up the plans of a backward pass: `gradients` on the meta device. "auto" looks up those
-    of both states of `torch.use_deterministic_algorithms`.
+    """Look up the plans of `gradients`; "auto" those of both states of
+    `torch.use_deterministic_algorithms`.
     """
     grads = empty_gradients(q, k, v, q.dtype, (True, True, True))
     now = method_now(method, sends)
@@ -165,9 +165,7 @@ def backward_into(
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
-    """Write the gradients, of any strides and dtypes, without checks. dq, or dk and dv together,
-    may be None.
-    """
+    """Write gradients of any strides and dtypes. dq, or dk and dv together, may be None."""
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
     given = q, k, v, dout, lse, delta, statistics
@@ -272,7 +270,7 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
 
 
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
-    """Return ranges of at most ``most`` keys, whole tiles where possible, and the cells of each."""
+    """Return ranges of at most ``most`` keys, whole tiles if possible, and their cells."""
     _, size = cells.sizes
     return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
 

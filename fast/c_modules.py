@@ -1,8 +1,18 @@
-"""Compile C extensions of this package with the compiler that Triton uses for its own."""
+"""Compile the C extensions of this package: with Triton's builder, or without Triton with the
+compiler that Python was built with.
+"""
 
+import importlib.util
+import shlex
+import subprocess
+import sysconfig
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+
+CACHE = Path.home() / ".cache" / "canon"  # of modules; Triton has a cache of its own
 
 
 def optional_c_module(folder: Path, *names: str) -> ModuleType | None:
@@ -15,12 +25,30 @@ def optional_c_module(folder: Path, *names: str) -> ModuleType | None:
 
 def c_module(*sources: Path, **options: Any) -> ModuleType:
     """Compile and load C files, one after another, as the module ``canon_NAME`` of the last one.
-    Triton caches the result.
-
-    Raises whatever the compiler raises, and ModuleNotFoundError without Triton.
+    The result is cached. Raises whatever the compiler raises.
     """
-    from triton.runtime.build import compile_module_from_src
+    code = "\n".join(source.read_text() for source in sources)
+    name = f"canon_{sources[-1].stem}"
+    try:
+        from triton.runtime.build import compile_module_from_src
+    except ModuleNotFoundError:
+        return _compiled(code, name)
+    return compile_module_from_src(code, name, **options)
 
-    return compile_module_from_src(
-        "\n".join(source.read_text() for source in sources), f"canon_{sources[-1].stem}", **options
-    )
+
+def _compiled(code: str, name: str) -> ModuleType:
+    variables = sysconfig.get_config_vars()
+    made = CACHE / f"{name}-{sha256(code.encode()).hexdigest()}{variables['EXT_SUFFIX']}"
+    if not made.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=CACHE) as folder:  # other processes see whole files only
+            source, result = Path(folder, f"{name}.c"), Path(folder, made.name)
+            source.write_text(code)
+            command = *shlex.split(variables["LDSHARED"]), "-O3", "-fPIC"
+            include = f"-I{sysconfig.get_path('include')}"
+            subprocess.run([*command, include, source, "-o", result], check=True)
+            result.replace(made)
+    spec = importlib.util.spec_from_file_location(name, made)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,4 +1,4 @@
-/* The chunks of a mask in C: what `chunks.py` defines in NumPy. `planner.c` continues this file.
+/* The chunks of a mask in C, as `canon.reference.planner` defines them. `planner.c` continues this file.
  *
  * Keys are cut into *cells*. Arrays are int64 and contiguous.
  */

@@ -25,7 +25,6 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Masks, scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As the twin in `canon.reference`."""
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
         number, softcap = split_scale(scale)
@@ -52,9 +51,7 @@ decode_attention = public_decode.decode_attention(decode, attention, check_input
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer. Return it and
-    its views.
-    """
+    """Return a flat buffer, and its views out (b, t, h, dv) and lse (b, h, t) of each rank."""
     (b, t, h, _), dv = q.shape, v.shape[-1]
     of_out, of_lse = b * t * h * dv, b * h * t
     # each part starts at a multiple of 256 bytes, for wide stores

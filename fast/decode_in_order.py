@@ -5,13 +5,13 @@ no keys.
     rank 1   first maxima | gather   weights of its keys           | O += P V |
     rank 2   first maxima |          weights of its keys                      | O += P V -> out
 
-Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks
-compute the weights of their keys at once, and each continues the sums of the rank before. A row
-keeps the maximum of its first visible tile, wherever that is.
+Only the sums depend on the order of keys, so all ranks compute the weights of their keys at once,
+and each continues the sums of the rank before (`canon.fast.kernels.gluon.few_queries`). A row keeps
+the maximum of its first visible tile, wherever that is.
 
-The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a
-maximum, where scores or values are not finite, on other backends than "gluon", and with more than
-64 queries or 256 rows (queries x heads) for a key head.
+Keys travel instead (`canon.ranks.divided_keys`) where scores would raise a maximum, where scores or
+values are not finite, on other backends than "gluon", and with more than 64 queries or 256 rows
+(queries x heads) for a key head.
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 

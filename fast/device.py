@@ -1,9 +1,8 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
 supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
 
-Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used;
-"triton" also for few queries over many keys without rank_invariant. A chosen backend is never
-replaced: it raises.
+Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used. A
+chosen backend is never replaced: it raises.
 """
 
 from collections import Counter
@@ -14,7 +13,6 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from canon.fast.kernels import launcher
 from canon.fast.kernels.backend import Backend, Kernels, Rows
 from canon.fast.kernels.cuda.backend import CUDA
 from canon.fast.kernels.gluon.backend import GLUON
@@ -50,7 +48,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def computing_with(name: str | None) -> Iterator[None]:
-    """As `backend`, without a check of the name; None selects by the inputs."""
+    """As `backend`, without a check; None selects by the inputs."""
     token = _chosen.set(name)
     try:
         yield
@@ -106,10 +104,7 @@ def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") ->
     """Return the chosen backend, or the first automatic one that serves q and v and has the
     ``extra``. ``method``: of the backward pass; "split" also for the forward.
     """
-    found = _backend_for(q.device, q.dtype, q.shape[-1], v.shape[-1], method, extra)
-    if not found.replayable:
-        launcher.give_up_recording(f"launches of the {found.name} backend are not recorded")
-    return found
+    return _backend_for(q.device, q.dtype, q.shape[-1], v.shape[-1], method, extra)
 
 
 def _backend_for(
@@ -137,7 +132,7 @@ def rows_for(x: Tensor) -> Rows:
 
 
 def compiles(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> bool:
-    """Return whether calls with such tensors need kernels that are compiled."""
+    """Return whether calls with such tensors need compiled kernels."""
     return _backend_for(device, dtype, d, dv).compiles
 
 

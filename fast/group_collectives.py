@@ -1,10 +1,8 @@
 """Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
-move the rows of each.
+move the rows of each, on the communication stream.
 
-NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. Index
-tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8 more
-for its reduction, 8 for each own row. The kernels that gather rows and add gradients run on the
-communication stream.
+Index tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8
+more for its reduction, 8 for each own row.
 
 Cost and source: as `canon.reference.group_collectives`.
 """
@@ -73,9 +71,8 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 class _Holdings:
-    """The tokens of all ranks under a layout, as arrays with an entry a range. ``row`` is the local
-    index of its first token. ``runs`` holds (start, stop, rank) of contiguous runs of tokens,
-    ascending.
+    """The ranges of all ranks as arrays. ``row``: the local index of a range's first token.
+    ``runs``: (start, stop, rank) of contiguous runs of tokens, ascending.
     """
 
     def __init__(self, layout: Layout):
@@ -165,16 +162,14 @@ class Transfer:
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
     def rows_sent(self, device: torch.device) -> Tensor:
-        """Return the own rows that are sent, by receiver, on the device, int64."""
         return rows_sent(self.plan, self.cast, self.rank, device)
 
 
 def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
-    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
-    row. Return its work and the sent rows, to be kept until it has ended. ``kind``: as in
-    `replayed`.
+    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and row.
+    Return its work, and the sent rows to be kept until its end. ``kind``: as in `replayed`.
     """
     transport = transport_for(group, k.device)
     sent = k.new_empty(transfer.sent, *rows.shape[1:])
@@ -210,7 +205,6 @@ class GroupReduce:
         )
 
     def wait(self) -> None:
-        """Launch the sums on the communication stream, and make later kernels wait for them."""
         options = self.transfer.plan, self.transfer.cast, self.transfer.rank
         with self.transport.on_communication_stream(after_compute=False):
             self.work.wait()

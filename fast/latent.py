@@ -3,8 +3,7 @@
 Read `canon.reference.latent` first, and `ring.py` for the steps. latent and k_rope travel in one
 message, their gradients in another. From step 1 on a step projects the tokens from the first to the
 last visible one. dK and dV are float32, and rounded to the inputs' dtype as operands of both
-products, which are added and stay in float32 (float64 for float64). They run between the kernel of
-dk, dv and the kernel of dq.
+products, which run before the kernel of dq and stay in float32 (float64 for float64).
 
 A step of t tokens needs this memory beyond that of the ring:
 
@@ -26,8 +25,8 @@ from canon.faces import public_latent
 from canon.faces.latent_arguments import hidden_keys, sizes_of, visible_only
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.half import FAST, Part
-from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of, steps_of_ring
-from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
+from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of
+from canon.fast.schedule import StepBackward, parts_of, receiving, run_backward, run_forward
 from canon.route.algorithm import Algorithm, Gradients
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
@@ -55,8 +54,7 @@ def latent_forward(
     up_weight: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
-    ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
+    ring, projection = ring_of(call, _Step), _Projection(call, up_weight)
     return run_forward(
         ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits
     )
@@ -74,8 +72,8 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """As the twin in `canon.reference`. With dup_weight, the others are sent, too."""
-    ring = ring_of(call, latent, k_rope, _Step)
+    """With dup_weight, the others are sent, too."""
+    ring = ring_of(call, _Step)
     projection = _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = projection.keys(ring, latent, k_rope)
@@ -93,7 +91,7 @@ class _Projection:
             self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
 
     def no_values(self, q: Tensor) -> Tensor:
-        """Return V (b, 0, h, dv) of no tokens, for its shape, dtype and device."""
+        """Return V (b, 0, h, dv) of no tokens."""
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
@@ -184,8 +182,8 @@ class _Backward(RingBackward):
 
 
 def latent_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the part of each step, and look up the keys that no query sees."""
-    for part in steps_of_ring(call, call.shapes[0][2]):
+    """Look up the keys that no query sees, too."""
+    for part in parts_of(Ring(call, _Step).steps, call.shapes[0][2]):
         hidden_keys(part.mask)
         yield part
 

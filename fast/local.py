@@ -45,7 +45,6 @@ class LocalPlan:
 def local_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
@@ -62,7 +61,6 @@ def local_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`; dk and dv come together."""
     plan, kind = call.plan, None
     given = (dout,) if dlse is None else (dout, dlse)
     # Hooks for saved tensors can move them.
@@ -185,9 +183,8 @@ def merge_into(
     rows: Tensor | None = None,
     result: Tensor | None = None,
 ) -> None:
-    """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
-    ``rows``: indices (int64, distinct) of the tokens that the other part has; None is all.
-    ``result``: out is written there, in any dtype.
+    """Merge another part into ``out`` and ``lse``. ``rows``: indices (int64, distinct) of its
+    tokens; None is all. ``result``: out is written there, in any dtype.
     """
     replayed(launch_merge, (out, lse, other_out, other_lse, rows, result))
 

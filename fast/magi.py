@@ -1,12 +1,12 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first: algorithm, order of sums and cost are the same. `schedule.py`
-runs the steps, each for its active queries. At most two casts are held; with ``keep_kv`` all are.
+Algorithm, order of sums and cost are those of `canon.reference.magi`. At most two casts are held;
+with ``keep_kv`` all are.
 
 - With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
   merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
-  Received gradients are added on the communication stream, without atomics.
+  Received gradients are added on the communication stream.
 - With ``keep_kv`` the own keys come last in the backward pass, so that every reduction overlaps
   with a kernel.
 
@@ -49,11 +49,12 @@ from canon.fast.half import FAST, Part
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
-from canon.fast.ring import VARIANTS, active_part
+from canon.fast.ring import VARIANTS
 from canon.fast.schedule import (
     Step,
     StepBackward,
     cached_parts,
+    parts_of,
     receiving,
     run_backward,
     run_forward,
@@ -71,13 +72,8 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 
 def magi_plan(call: Call) -> "_Schedule":
-    """Return the steps of both passes."""
-    return _Schedule(call, _casts_of(call))
-
-
-def _casts_of(call: Call) -> CastPlan:
     options = {name: call.options[name] for name in ("casts", "own_keys_first")}
-    return cast_plan(call.mask, call.layout, **options)
+    return _Schedule(call, cast_plan(call.mask, call.layout, **options))
 
 
 class _Schedule:
@@ -91,9 +87,7 @@ class _Schedule:
 
 
 class _Step(Step):
-    """A step of one kind of call. Its keys are the ``own`` ones, if any, then those of the
-    ``transfer``.
-    """
+    """A step over the ``own`` keys, if any, then those of the ``transfer``."""
 
     def __init__(self, schedule: _Schedule, number: int):
         call, plan, k = schedule.call, schedule.plan, schedule.call.shapes[1]
@@ -113,8 +107,8 @@ class _Step(Step):
 
 @dataclass(eq=False)
 class _StepKeys:
-    """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with
-    ``keep``. ``kinds``: a key for k and v, if not those of the call.
+    """K and V of each step: the own ones, or rows that a cast brings; with ``keep`` in ``kept``.
+    ``kinds``: a key for k and v, if not those of the call.
     """
 
     steps: Sequence[_Step]
@@ -158,9 +152,7 @@ def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor
 def magi_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As the twin in `canon.reference`; with ``keep_kv`` the rows that casts have brought are
-    returned, too.
-    """
+    """Return also the rows that casts have brought, with ``keep_kv``."""
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=call.options["keep_kv"])
     return *run_forward(steps, receiving(len(steps), keys.fetch), q, v, max_logits), *keys.kept
@@ -170,7 +162,6 @@ def magi_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         cells = Cells(plan.local_mask(0, call.rank))
@@ -189,9 +180,7 @@ def magi_backward(
 
 
 class _Backward:
-    """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
-    If the own keys come first, they write all of dq, and other steps add to it.
-    """
+    """The running dq of a pass, and ``own_rows``, the running dk and dv of the own tokens."""
 
     def __init__(
         self,
@@ -247,7 +236,6 @@ def kept_rows(call: Call) -> list[int]:
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As the twin in `canon.reference`."""
     exchange = TileCast(call, keep=call.options["keep_kv"]) if call.ranks > 1 else OwnTokens(call)
     out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
     return out, lse, *exchange.rows
@@ -265,7 +253,6 @@ def invariant_backward(
     lse: Tensor,
     *kept: Tensor,
 ) -> Gradients:
-    """As the twin in `canon.reference`."""
     exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
     return owner_backward(
         call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse
@@ -274,18 +261,15 @@ def invariant_backward(
 
 def magi_parts(call: Call, backward: bool) -> Iterator[Part]:
     """Yield the part of each step, and look up its plans."""
-    plan, rank = _casts_of(call), call.rank
-    plan.casts_of(plan, rank)
+    schedule, rank = magi_plan(call), call.rank
+    plan, steps = schedule.plan, schedule.steps
     for cast in range(plan.casts):
         rows_sent(plan, cast, rank, META)
         if backward:
             rows_returned(plan, cast, rank, META)
-    for step in range(plan.steps):
-        active = active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
-        if plan.holds_own(step) and plan.casts and call.options["keep_kv"]:
-            query_indices(active, META)  # its part of dq is added last
-        writes, sends = plan.holds_own(step), plan.casts > 0
-        yield from active_part(active, call.shapes[1][2], True, writes, sends)
+    if plan.casts and call.options["keep_kv"] and steps[0].holds_own:
+        query_indices(steps[0].active, META)  # its part of dq is added last
+    yield from parts_of(steps, call.shapes[1][2], sends=plan.casts > 0)
 
 
 MAGI = Algorithm(

@@ -3,9 +3,8 @@ message each way.
 
 A message has a row for each token: the values of all tensors and sequences for the heads of one
 column, side by side. A column reads q, k and v in place in the rows that it receives, unless the
-parts of the row of the mesh do not arrive by position. Back in the rows of tokens, out and lse are
-copied once more, so that the heads of all columns lie side by side. Row kernels make the copies.
-The exchange inside a row has a communicator of its own on NCCL.
+parts of the row of the mesh do not arrive by position. On NCCL the exchange inside a row has a
+communicator of its own.
 
 Cost: as the reference. A row is padded to 16 bytes for each tensor, and to 16 elements. Memory: a
 message that is sent and one that is received; the views of q, k and v keep theirs until the
@@ -40,7 +39,6 @@ Kind = tuple[int, int, torch.dtype]  # heads of a column, width and dtype of a t
 def mesh_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As the twin in `canon.reference`."""
     schedule, column = call.computed, call.rank % call.columns
     tensors = to_column(call, q, k, v)
     mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.columns)[column]}
@@ -52,7 +50,6 @@ def mesh_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`."""
     schedule = call.computed
     b, t, h, _ = call.shapes[0]
     # every rank sends dlse: others may need it
@@ -105,19 +102,19 @@ def to_tokens(call: Call, *tensors: Tensor) -> list[Tensor]:
 
 
 def as_tokens(x: Tensor) -> Tensor:
-    """Return a view of a statistic (b, h, t) as (b, t, h, 1), and x (b, t, h, d) itself."""
+    """Return a statistic (b, h, t) as a view (b, t, h, 1), and x (b, t, h, d) itself."""
     return x.transpose(1, 2).unsqueeze(-1) if x.ndim == 3 else x
 
 
 def _room(x: Tensor, tokens: int, heads: int) -> Tensor:
-    """Allocate a tensor like x, (b, t, h, d) or (b, h, t), with other tokens and heads."""
+    """Allocate a tensor like x with other tokens and heads."""
     size = (tokens, heads, x.shape[3]) if x.ndim == 4 else (heads, tokens)
     return x.new_empty(x.shape[0], *size)
 
 
 class TokenRows:
-    """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
-    tensors. ``sizes``: the tokens of each rank of this row of the mesh. ``nbytes``: of a row.
+    """Messages of one kind: a row has a token's heads of one column, in all sequences and tensors.
+    ``sizes``: the tokens of each rank of this row of the mesh. ``nbytes``: of a row.
     """
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):
@@ -132,7 +129,6 @@ class TokenRows:
         self.nbytes = _aligned(end, 16 * kinds[0][2].itemsize)
 
     def views(self, message: Tensor, rows: int) -> list[Tensor]:
-        """Return the tensors (b, rows, heads, width) of a message."""
         views = []
         for (heads, width, dtype), start in zip(self.kinds, self.starts, strict=True):
             shape = self.batch, rows, heads, width
@@ -149,8 +145,8 @@ class TokenRows:
     def exchange(
         self, pack: Callable[..., None], tensors: list[Tensor], *sizes: list[int]
     ) -> Tensor:
-        """Send rows to the ranks of the row of the mesh, and return those of all. ``pack`` copies
-        the tensors into the message. ``sizes``: the rows that each rank gets, and sends.
+        """Exchange rows in the row of the mesh. ``pack`` copies the tensors into the message.
+        ``sizes``: the rows that each rank gets, and sends.
         """
         nbytes = [[rows * self.nbytes for rows in some] for some in sizes]
         sent, received = (tensors[0].new_empty(sum(x), dtype=torch.uint8) for x in nbytes)
@@ -161,7 +157,7 @@ class TokenRows:
 
 
 def plan_exchange(call: Call) -> None:
-    """Look up the plan of the exchanges of a call, for `prepare`."""
+    """Look up the plan of the exchanges of a call."""
     _orders(call.layout, call.columns, call.rank // call.columns, META)
 
 

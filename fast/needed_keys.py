@@ -11,10 +11,8 @@ from canon.masks.mask import Mask
 def areas_and_needs(
     mask: Mask, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last)
-    intervals, which may overlap.
-
-    Pieces are ascending and disjoint.
+    """Return the area of each piece start:stop of the queries, ascending and disjoint, and its keys
+    as (piece, first, last) intervals, which may overlap.
     """
     bands = band_array(mask)
     first = np.searchsorted(stop, bands[:, 0], "right")

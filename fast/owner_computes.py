@@ -8,8 +8,8 @@ dv:
     messages   q, dout, lse, delta of i     K, V of i + 1
     compute    dq of i                      dk, dv of i
 
-Sizes of tiles differ from the reference's, and so do the bits. `canon.route.rank_invariance` has
-the contract and its proof. Odd strides or addresses are copied first; "auto" is "split".
+`canon.route.rank_invariance` has the contract and its proof. Odd strides or addresses are copied
+first; "auto" is "split".
 
 Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g
 times the heads. A message of whole tiles carries up to 127 rows without tokens.
@@ -70,7 +70,6 @@ def owner_forward(
     v: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
     legs = [_key_leg(heads, k, v) for heads in steps]
@@ -88,7 +87,6 @@ def owner_backward(
     call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: NeedsGrad,
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent for."""
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     key_cells = Cells(call.mask, exchange.key_places)

@@ -1,4 +1,4 @@
-/* Plans of layouts in C: what `planner.py` defines in NumPy, chunk for chunk. Continues `assignment.c`.
+/* Plans of layouts in C: those of `canon.reference.planner`, chunk for chunk. Continues `assignment.c`.
  *
  *   assign(bands, tokens, sequences, ranks, chunk, slacks, cells_per_us, tokens_per_us, swaps_per_chunk)
  *       -> the chunks of each rank, ascending: int64 (ranks, slots), as a bytearray

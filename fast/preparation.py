@@ -1,9 +1,7 @@
 """Make the plans of a call ahead of it: masks, cast plans, and the tables of every kernel.
 
-Here a call also needs the tables of its kernels, which the launch functions derive from the mask
-and from the shapes, the dtype and the device of their tensors. So `prepare` calls the same
-functions on tensors of the meta device, which have no memory, and notes the plans that they look up
-(`plan_cache.noted_plans`). Nothing is launched or uploaded.
+`prepare` calls the launch functions on tensors of the meta device, which have no memory, and notes
+the plans that they look up (`plan_cache.noted_plans`). Nothing is launched or uploaded.
 
 The first call after ``load`` uploads the tables. The host does not wait for it (`device_plans`).
 

@@ -1,7 +1,7 @@
 """Ring attention with overlap: the next block, K and V of one rank, travels while kernels read the
 current one.
 
-Read `canon.reference.ring` first: algorithm, order of sums and cost are the same. The differences:
+Algorithm, order of sums and cost are those of `canon.reference.ring`. The differences:
 
 - K and V travel in one message, dk and dv in another, each through two buffers: one is read and
   sent while the other receives (`messages.BlockRing`).
@@ -12,7 +12,7 @@ Read `canon.reference.ring` first: algorithm, order of sums and cost are the sam
 - dk and dv leave before the kernel of dq, so the last hop overlaps too; "fused" has one kernel for
   all three.
 
-`latent.py` runs the same ring with projected keys. Scratch, with N = b t g (d + dv):
+Scratch, with N = b t g (d + dv):
 
     forward     2 N of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
     backward    2 N of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and
@@ -29,13 +29,7 @@ import torch
 from torch import Tensor
 
 from canon.faces import public_ring
-from canon.fast.active_queries import (
-    ActiveQueries,
-    active_queries_of,
-    query_indices,
-    row_indices,
-    visible_keys,
-)
+from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import rows_for
 from canon.fast.half import FAST, Part
@@ -45,12 +39,12 @@ from canon.fast.schedule import (
     Step,
     StepBackward,
     cached_parts,
+    parts_of,
     receiving,
     run_backward,
     run_forward,
 )
 from canon.fast.tables.cells import Cells
-from canon.fast.tables.device_plans import META
 from canon.fast.transport.messages import BlockRing, Blocks, Pending
 from canon.masks.plan_cache import PLANS
 from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
@@ -61,13 +55,11 @@ __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class Ring:
-    """What all calls of one kind share: the places of the blocks in a buffer, and each step's
-    visible cells. ``k`` and ``v``: the two tensors that travel.
-    """
+    """The blocks and steps of all calls of one kind."""
 
-    def __init__(self, call: Call, k: Tensor, v: Tensor, step: "type[RingStep]"):
-        self.call = call
-        self.blocks = Blocks(call.layout, k.shape[0], (k.shape[2:], v.shape[2:]))
+    def __init__(self, call: Call, step: "type[RingStep]"):
+        self.call, (_, k, v, *_) = call, call.shapes  # k and v: what travels
+        self.blocks = Blocks(call.layout, k[0], (k[2:], v[2:]))
         self.steps = [step(self, number) for number in range(call.ranks)]
 
     @property
@@ -96,21 +88,20 @@ class RingStep(Step):
         return self.ring.blocks.zero_outside(grads, self.owner, self.visible)
 
 
-def ring_of(call: Call, k: Tensor, v: Tensor, step: type[RingStep] = RingStep) -> Ring:
+def ring_of(call: Call, step: type[RingStep] = RingStep) -> Ring:
     """Return the ring of this kind of call."""
-    return PLANS.find((Ring, call), lambda: Ring(call, k, v, step))
+    return PLANS.find((Ring, call), lambda: Ring(call, step))
 
 
 def ring_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     if call.ranks == 1:
         mask = call.local_mask(0)
         return forward_part(
             q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
         )
-    ring = ring_of(call, k, v)
+    ring = ring_of(call)
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
     return run_forward(ring.steps, keys, q, v, max_logits)
 
@@ -119,13 +110,12 @@ def ring_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`."""
     if call.ranks == 1:
         cells = Cells(call.local_mask(0))
         return gradients(
             dout, q, k, v, out, lse, dlse, cells, call.scale, call.backward, needs_grad
         )
-    ring = ring_of(call, k, v)
+    ring = ring_of(call)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
     state = RingBackward(ring, inputs, v, needs_grad)
@@ -159,14 +149,13 @@ class RingBackward:
         self.parts = cached_parts(key, inputs, lambda step: self.part(step, inputs, v), ring.steps)
 
     def written(self) -> Iterator[Tensor]:
-        """Return the tensors to which the kernels of each step write dk and dv."""
+        """Return the tensors for dk and dv of each step."""
         return chain([self.own], cycle(reversed(self.sums.buffers)))
 
     def part(self, step: RingStep, inputs: QueryInputs, v: Tensor) -> StepBackward:
         return _StepBackward(step, inputs, v, self.dq, self.own)
 
     def send(self, number: int, written: Tensor | None, room: Tensor | None) -> Pending | None:
-        """Add this rank's part to the received sums, and start to send them."""
         if self.own is None:
             return None
         self.add(number, written, room)
@@ -184,9 +173,7 @@ class RingBackward:
             written.zero_()
 
     def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> Gradients:
-        """Return dq and the gradients of the own block. ``received``: the sums of the other ranks,
-        if any.
-        """
+        """Return all gradients. ``received``: the sums of the other ranks."""
         dq = None if self.dq is None else self.dq.to(dtype)
         if self.own is None:
             return dq, None, None
@@ -199,11 +186,8 @@ class RingBackward:
 
 
 class _StepBackward(StepBackward):
-    """The backward pass of a step for one kind of call.
-
-    The kernel writes dk and dv into the own block in step 0, and in step 1 into the buffer that is
-    sent, which has no received sum yet. Later it writes into scratch, and `_add_part` adds that to
-    the received sums.
+    """Kernels write dk and dv into the own block in step 0, and in step 1 into the buffer that is
+    sent, which has no received sum yet. Later they write into scratch, for `_add_part`.
     """
 
     def __init__(
@@ -242,41 +226,16 @@ class KeyRing:
         torch._foreach_copy_(own, (k, v))  # one kernel
 
     def fetch(self, step: int) -> Pending:
-        """Start to receive the block of this step, and to send that of the step before."""
         if step == 0:
             return Pending([], [self.blocks.buffers[0]])
         return self.blocks.hop((step - 1) % 2, self.steps[step - 1].owner, self.steps[step].owner)
 
 
 def ring_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the part of each step, and look up its plans."""
     if call.ranks == 1:
         yield Part(call.local_mask(0), call.shapes[1][2])
     else:
-        yield from steps_of_ring(call, call.shapes[1][2])
-
-
-def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[Part]:
-    """Yield the part of each step of the ring."""
-    for owner in range(call.ranks):
-        mask, own = call.local_mask(owner), owner == call.rank
-        active = (
-            active_queries_of(mask, all_queries=True)
-            if own
-            else active_queries_of(visible_keys(mask)[1])
-        )
-        sends = call.ranks > 1
-        yield from active_part(active, key_heads, forward, writes=own, sends=sends)
-
-
-def active_part(
-    active: ActiveQueries, key_heads: int, forward: bool, writes: bool, sends: bool
-) -> Iterator[Part]:
-    """Yield the part of a step, unless it has no visible cell and writes no first results."""
-    if active.mask.bands or writes:
-        if not writes:
-            query_indices(active, META)
-        yield Part(active.mask, key_heads, forward=forward, sends=sends)
+        yield from parts_of(Ring(call, RingStep).steps, call.shapes[1][2])
 
 
 VARIANTS = (

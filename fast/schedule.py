@@ -8,9 +8,8 @@
 The first message overlaps with nothing, unless the caller calls `receiving` earlier. dk and dv of a
 step are sent before its dq is launched, if dq has a kernel of its own.
 
-`replayed` repeats a forward step as one pass, and a backward step as two: dk and dv, then dq. So
-`forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
-passes of a backward step share one scratch tensor, with
+`replayed` repeats a forward step as one pass, and a backward step as two: dk and dv, then dq. Both
+share one scratch tensor, with
 
     dout, q, lse, delta    copies at the active queries, if these form several ranges
     statistics             row statistics, if the kernel backend has a form of its own
@@ -25,12 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from canon.fast.active_queries import ActiveQueries
+from canon.fast.active_queries import ActiveQueries, query_indices
 from canon.fast.backward import QueryInputs, _dkdv, _dq, method_now
 from canon.fast.device import chosen_backend, kernels_for
+from canon.fast.half import Part
 from canon.fast.local import empty_result, launch_forward
 from canon.fast.replay.recordings import replayed
 from canon.fast.tables.cells import Cells
+from canon.fast.tables.device_plans import META
 from canon.masks.plan_cache import PLANS
 from canon.ranks.profiling import named_steps
 from canon.route.call import Call, kinds_of
@@ -40,11 +41,10 @@ ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 
 
 def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
-    """Start the messages of step 0. Return an iterator over (step, tensors that its messages have
-    brought).
+    """Start the messages of step 0. Return an iterator over (step, tensors that they have brought).
 
     ``fetch(step)`` starts the messages of a step; ``wait()`` of its result returns the tensors. The
-    messages of the next step start before a step is returned, so set its tensors to None before.
+    next messages start before a step is returned: first set its tensors to None.
     """
     return iter(named_steps(_received(steps, fetch, fetch(0))))
 
@@ -65,10 +65,7 @@ def run_forward(
     v: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
-
-    If steps merge, the running out is in the accumulation dtype.
-    """
+    """Return out (b, t, h, dv) in q's dtype and lse (b, h, t). ``received``: of `receiving`."""
     merges = [number for number, step in enumerate(steps) if step.has_work and not step.writes]
     accumulate, out, result = accumulate_dtype(q.dtype), None, None
     for number, held in received:
@@ -116,9 +113,8 @@ def run_backward(
 
 
 class Step:
-    """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``,
-    over some keys. A step that ``writes`` initialises the results of its heads; others merge their
-    part. A schedule defines `keys` and `gradients`.
+    """The ``active`` queries of some query ``heads``, over some keys, for one kind of call. A step
+    that ``writes`` initialises the results of its heads; others merge their part.
     """
 
     def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):
@@ -126,9 +122,7 @@ class Step:
         self.has_work = writes or bool(active.mask.bands)
 
     def keys(self, *held: Any) -> Sequence[Tensor]:
-        """Return K and V (b, keys, heads, width), views of what the step's message brought,
-        ``held``.
-        """
+        """Return K and V (b, keys, heads, width), views of the step's message ``held``."""
         raise NotImplementedError
 
     def gradients(self, grads: Tensor) -> Sequence[Tensor]:
@@ -160,6 +154,18 @@ class Step:
             self.active.merge([out, lse], part, result)
 
 
+def parts_of(
+    steps: Iterable[Step], key_heads: int, forward: bool = True, sends: bool | None = None
+) -> Iterator[Part]:
+    """Yield the parts of steps, and look up their plans. ``sends``: by default on several ranks."""
+    for step in steps:
+        if step.has_work:
+            if not step.writes:
+                query_indices(step.active, META)
+            is_sent = step.call.ranks > 1 if sends is None else sends
+            yield Part(step.active.mask, key_heads, forward=forward, sends=is_sent)
+
+
 class _Place(NamedTuple):
     start: int  # in bytes
     shape: torch.Size
@@ -171,7 +177,7 @@ class _Place(NamedTuple):
 
 
 class Scratch:
-    """The places of named tensors in one allocation of ``nbytes``."""
+    """Named tensors in one allocation of ``nbytes``."""
 
     def __init__(self):
         self.places: dict[str, _Place] = {}
@@ -186,7 +192,6 @@ class Scratch:
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device) if self.nbytes else None
 
     def view(self, room: Tensor | None, name: str) -> Tensor:
-        """Return a tensor inside the room. Raises KeyError if there is none of this name."""
         place = self.places[name]
         if room is None:
             return torch.empty(place.shape, dtype=place.dtype, device="cpu")  # without elements
@@ -199,9 +204,8 @@ def cached_parts(
     make: Callable[[Any], "StepBackward"],
     steps: Iterable[Any],
 ) -> tuple["StepBackward", ...]:
-    """Return ``make(step)`` of each step, from the plan cache.
-
-    ``key``: all that decides them, besides the kinds of the inputs and the caller's settings.
+    """Return ``make(step)`` of each step, from the plan cache. ``key``: all that decides them,
+    besides the kinds of the inputs and the caller's settings.
     """
     settings = chosen_backend(), torch.are_deterministic_algorithms_enabled()
     whole = (StepBackward, *key, kinds_of(*inputs[:3]), settings)
@@ -260,7 +264,7 @@ class StepBackward:
         room: Tensor | None,
         *held,
     ) -> None:
-        """Launch dq after `dkdv`, and add it to the running dq. No ``grads`` change the method."""
+        """Launch dq after `dkdv`, and add it to the running dq."""
         if dq is None:
             return
         part = self._dq(dq, room)

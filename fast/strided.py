@@ -1,10 +1,9 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
 step is computed.
 
-Read `canon.reference.strided` first: algorithm, order of sums and messages are the same.
-`schedule.py` runs the steps. Kernels read K and V in the buffers that received them, and write dk
-and dv, rounded to reduce_dtype, into the sending buffer. Copies into buffers, and the sums of
-received parts in rank order, run on the communication stream.
+Algorithm, sums and messages are those of `canon.reference.strided`. Kernels read K and V where they
+were received, and write dk and dv, rounded to reduce_dtype, into the sending buffer. Copies and
+sums of received parts run on the communication stream.
 
 Scratch, with T the most tokens of a rank, N = b T g (d + dv), W ranks and w the most key heads of a
 step, in buffers of W N w / g elements: two to gather, in the dtype of the inputs; backward also two
@@ -23,13 +22,13 @@ from canon.faces import public_strided
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, empty_gradients, make_delta
 from canon.fast.half import FAST, Part
-from canon.fast.local import forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
-from canon.fast.ring import ring_backward, steps_of_ring
+from canon.fast.ring import Ring, RingStep, ring_backward, ring_forward
 from canon.fast.schedule import (
     Step,
     StepBackward,
     cached_parts,
+    parts_of,
     receiving,
     run_backward,
     run_forward,
@@ -50,7 +49,7 @@ __all__ = ["strided_attention"]
 
 
 def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
-    """Return the steps of both passes. Raise ValueError if the strides do not fit the heads."""
+    """Return the steps of both passes. Raises ValueError if the strides do not fit the heads."""
     steps = steps_of(call.shapes[1][2], call.options)
     return _OwnerSchedule(call, steps) if call.options["rank_invariant"] else _Schedule(call, steps)
 
@@ -99,13 +98,9 @@ class _Step(Step):
 def strided_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     steps = call.plan.forward
     if call.ranks == 1:
-        mask = call.local_mask(0)
-        return forward_part(
-            q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
-        )
+        return ring_forward(call, q, k, v, max_logits)
     keys = receiving(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch)
     return run_forward(steps, keys, q, v, max_logits)
 
@@ -114,7 +109,6 @@ def strided_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -134,12 +128,10 @@ def strided_backward(
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`."""
     return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
 
 
 def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None) -> Gradients:
-    """As the twin in `canon.reference`."""
     return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 
 
@@ -156,7 +148,7 @@ def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
     for heads in set(map(len, steps.forward)):
         yield Part(mask, heads, backward=False)
     if backward and steps.backward is None:
-        yield from steps_of_ring(call, key_heads, forward=False)
+        yield from parts_of(Ring(call, RingStep).steps, key_heads, forward=False)
     for heads in set(map(len, steps.backward or ())):
         yield Part(mask, heads, forward=False, sends=True)
 

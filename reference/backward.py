@@ -22,13 +22,12 @@ three methods compute the same sums, with area visible cells:
                       in head order
 
 A *share* is the query heads that share one key head. On a GPU, "fused" adds to dq by atomics, in
-any order; in the other methods each element has one owner. This half adds in one fixed order with
-every method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
-notebooks/09_grouped_heads.md.
+any order. This half adds in one fixed order with every method; "auto" is "split". Pictures:
+notebooks/08_backward.md; shares: notebooks/09_grouped_heads.md.
 
-Cost: nothing is sent. Hidden cells of a computed tile cost as much as visible ones. float32 memory,
-beyond inputs and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of
-every query head), b h tiles of scores, and the boolean tiles of one row or column of tiles.
+Cost: hidden cells of a computed tile cost as much as visible ones. float32 memory, beyond inputs
+and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of every query
+head), and b h tiles of scores, with the boolean tiles of one row or column.
 
 Limits: those of `local.py`. Second derivatives are not supported.
 
@@ -159,7 +158,6 @@ class _Backward:
         self.all_finite = all(bool(x.isfinite().all()) for x in (q, k, dout))
 
     def fused(self):
-        """Return dq, dk, dv by one loop over key tiles."""
         dq, dk, dv = torch.zeros_like(self.q), *self._zeros_of_keys()
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
@@ -170,7 +168,7 @@ class _Backward:
         return dq, dk, dv
 
     def split_keys(self):
-        """Return dk, dv. The query heads of a key head are added in each tile."""
+        """Add the query heads of a key head in each tile."""
         dk, dv = self._zeros_of_keys()
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
@@ -180,9 +178,7 @@ class _Backward:
         return dk, dv
 
     def head_parallel_keys(self):
-        """Return dk, dv: a sum for each query head, then over the query heads of each key head, in
-        order.
-        """
+        """Add over queries for each query head, then the query heads of each key head, in order."""
         dk_heads, dv_heads = torch.zeros_like(self.k), torch.zeros_like(self.v)
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
@@ -215,7 +211,6 @@ class _Backward:
         return over_visible(weights, x, visible, self.all_finite)
 
     def _over_share(self, x):
-        """Add the query heads of each key head, in head order."""
         first, *others = x.unflatten(1, (-1, self.share)).unbind(2)
         for other in others:
             first = first + other

@@ -4,10 +4,9 @@
     rank 1   q, K1 V1 -> out_1, lse_1  } one all-gather -> merge in rank order -> out, equal on all
     rank 2   q, K2 V2 -> out_2, lse_2 /
 
-Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings
-all parts to all ranks. Each rank merges them in rank order and rounds once, so all ranks return the
-same bits. A sink is applied after the last merge. With rank_invariant=True all keys travel to all
-ranks, and each rank computes `attention` (`canon.ranks.divided_keys`).
+Partial results are float32 (float64 for float64). Each rank merges those of all ranks in rank order
+and rounds once, so all ranks return the same bits. A sink is applied after the last merge. With
+rank_invariant=True all keys travel to all ranks (`canon.ranks.divided_keys`).
 
 Cost of a rank with s_r keys, n ranks:
 

@@ -12,9 +12,9 @@ their gradients back.
 
 All ranks derive this table from mask and layout (`cast_plan`), so no rank sends a request.
 
-`group_cast` is one all-to-all with its own size for each pair of ranks. The received buffer is not
-reordered: `CastPlan.local_mask` is the mask in its order. With ``casts`` > 1 the tokens from one
-rank to another are divided into that many nearly equal parts; ``stage`` is the number of a cast.
+`group_cast` is one all-to-all with its own size for each pair of ranks. `CastPlan.local_mask` is
+the mask in the order of the received buffer. With ``casts`` > 1 the tokens from one rank to another
+are divided into that many nearly equal parts; ``stage`` is the number of a cast.
 
 `group_reduce` is the transpose: each owner adds the gradients that return to those of its own
 tokens, in rank order. So the same inputs and the same plan give the same bits.
@@ -26,8 +26,6 @@ Cost of a rank that receives R and sends S tokens of N elements in one cast:
     reduce   one all-to-all   S N, then added     the S rows received, again if ``into`` has another
                                                   dtype; the sum for one rank; a copy of ``y``
                                                   unless it is contiguous
-
-Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send
 no unneeded token.
@@ -114,9 +112,7 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 def _area(mask: Mask, rows: range) -> int:
-    """Return the visible cells of the queries ``rows``. `Band.pick` needs one stride for queries
-    and keys, so keys are divided by their residue modulo the stride.
-    """
+    """Return the visible cells of ``rows``. `Band.pick` needs one stride for queries and keys."""
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
     return sum(band.pick(rows, some).area for band in touched for some in columns)

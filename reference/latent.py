@@ -18,8 +18,7 @@ before it attends. The gradients dK and dV of a step stay on the rank, and becom
     dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
 dc and dr join the sums that follow the latents, in reduce_dtype. A rank's gradient of ``up_weight``
-is the part of its own queries, and does not travel. Hidden tokens may hold NaN, which would reach
-dWk and dWv, so `Projection.keys` sets them to 0.
+is the part of its own queries, and does not travel.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
 R = h (d - rope + dv) rows:
@@ -31,12 +30,10 @@ R = h (d - rope + dv) rows:
     memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
               dV, and both once more in float32
 
-A model that projects before `ring_attention` computes 1/n of these projections. So latents pay
-where hops of K and V would take longer than attention and the projections: for DeepSeek-V3 forward,
-at F FLOP/s and B bytes/s, below about 2 F / B - 820 tokens a rank.
+A model that projects before `ring_attention` computes 1/n of these projections. So latents pay for
+few tokens a rank: for DeepSeek-V3 forward, at F FLOP/s and B bytes/s, below 2 F / B - 820.
 
-Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
-decode few queries, absorb Wk into q and Wv into the output instead.
+Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's.
 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
 Model (2024), section 2.1.
@@ -85,9 +82,7 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is
-    needed, all are computed.
-    """
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q; the last three together."""
     projection, of_keys = Projection(call, up_weight), any(needs_grad[1:])
     needs_grad = needs_grad[0], of_keys, of_keys
     grads = ring_backward(

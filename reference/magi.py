@@ -1,8 +1,7 @@
 """Magi attention: a layout places the tokens, and each rank receives only the keys that its queries
 see.
 
-In a pack of documents a query sees only its own document, so most keys need not travel to most
-ranks:
+In a pack of documents a query sees only its own document, so most keys need not travel:
 
     layout = dispatch(mask, ranks)                  once per pack: the chunks of tokens of each rank
     x = layout.shard(tokens, rank)                  once per pack: data and labels
@@ -37,9 +36,8 @@ of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype:
                                                             rows of two reduces
     with keep_kv       none for K and V    0 in backward    all received keys
 
-All terms of the peak memory: notebooks/04_magi.md. Own keys first hides a cast that takes at most
-as long as step 0. More casts hide more, and shorten the last reduce; each one adds messages and a
-merge.
+All terms of the peak memory: notebooks/04_magi.md. More casts hide more, and shorten the last
+reduce; each one adds messages and a merge.
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out.
 
@@ -107,9 +105,7 @@ def magi_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> Gradients:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q; dq is None if q needs no gradient,
-    dk and dv if neither k nor v needs one.
-    """
+    """Return dq, dk, dv as `ring_backward`."""
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     plan, t, d = call.plan, q.shape[1], q.shape[-1]

@@ -15,12 +15,11 @@ Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back
 
 A row holds its tokens by position (`canon.masks.rows`), so the parts of ``zigzag(n, T H)`` make the
 rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. No sum
-crosses a column, so rank_invariant=True gives the bits of one rank. All ranks of the mesh compare a
-call: a column with another mask would compute wrong heads without an error.
+crosses a column, so rank_invariant=True gives the bits of one rank.
 
 Cost of a rank with t tokens, for elements of e bytes, E in partial results: in each pass it sends
-(1 - 1 / H) t b ((h + g) (d + dv) e + h E) bytes inside its row, and receives as many. The schedule
-adds its own cost for T ranks of T H t tokens, with h / H and g / H heads.
+(1 - 1 / H) t b ((h + g) (d + dv) e + h E) bytes inside its row, and receives as many, beside the
+schedule of T ranks with h / H and g / H heads.
 
 Limits: H divides the key heads g. Nothing hides the exchanges.
 
@@ -113,5 +112,5 @@ def sizes_of_row(call: Call) -> list[int]:
 
 @cached_plan
 def order_of_row(layout: Layout, heads: int, row: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return `arrival_order` on a device, or nothing if parts arrive by position."""
+    """Return `arrival_order` on a device."""
     return tuple(torch.from_numpy(x).to(device) for x in arrival_order(layout, heads, row))

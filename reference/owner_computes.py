@@ -1,8 +1,7 @@
 """Owner computes: the rank that holds a token computes its whole sums, in an order that no number
 of ranks changes.
 
-`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. Partial sums
-never travel:
+`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``:
 
     pass       owner of     travels                     computed, tile by tile in sequence order
     forward    queries      K, V                        out, lse over all keys
@@ -12,13 +11,11 @@ never travel:
 A received token is written to its position in the sequence, and each piece of a rank begins at a
 multiple of 128 tokens. So every tile has the operands that it has on one rank. Experiment:
 notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some heads,
-`magi.SequenceCast` the needed tokens of all heads. A cast of queries follows the plan of the
-transposed mask: the owner of a key receives the queries that see it.
+`magi.SequenceCast` the needed tokens of all heads.
 
 Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
 another order. Equal bits need a matrix product that depends on its operands alone. The products of
-PyTorch on a CPU do, with one thread. On a GPU, cuBLAS may choose another kernel for another number
-of heads, so compare calls of one ``head_stride``.
+PyTorch on a CPU do, with one thread; on a GPU only for one ``head_stride``.
 
 Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype):
 
@@ -115,9 +112,7 @@ def owner_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
-    nor v needs one.
-    """
+    """Return dq, dk, dv as `ring_backward`."""
     delta = make_delta(dout, out, dlse)
     statistics = [x.transpose(1, 2)[..., None] for x in (lse, delta)]  # (b, t, h, 1)
 

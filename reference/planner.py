@@ -1,5 +1,5 @@
-"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and
-move few keys.
+"""Plan a layout: assign chunks of a sequence to ranks, so that ranks compute equally and move few
+keys.
 
 A chunk has an *area*, the visible cells in its rows, and a *need*, its own tokens and the keys that
 its queries see. A rank computes the sum of its areas, and receives the union of its needs without
@@ -10,16 +10,14 @@ its own tokens:
                                                  3       13+14+1+2  = 30    tokens 0 to 15 (a and b)
 
 With a mask for each sequence, areas, needs and moved tokens are sums over the sequences. An
-exchange takes a rank as long as the larger of both directions, moved = max(received, sent). dk and
-dv return on the same paths.
+exchange takes a rank as long as the larger of both directions, moved = max(received, sent).
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak
        up to `allowed` counts as `allowed`: `imbalance` times the lower bound of the computing part,
        max(mean area, largest chunk)
-    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens. With
-       a smaller weight, the sum grows by more than 3 per cent on packs
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens
 
 Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
@@ -37,9 +35,8 @@ No step makes the score worse, so a plan is never worse than zigzag or contiguou
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills
 a free slot. A rank holds at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: a round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
-
-Limits: chunks are not cut, and all links between ranks count as equally fast.
+Cost: a round of swaps scores chunks^2 / 2 of them. Limits: chunks are not cut, and all links
+between ranks count as equally fast.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025);
 longest first, Graham, Bounds on multiprocessing timing anomalies (1969).
@@ -112,7 +109,7 @@ Assignment = list[Held]  # by rank
 
 
 def chunks_of(mask: Mask, sequences: int, ranks: int, chunk: int) -> Held:
-    """Return the chunks of a sequence, plus empty ones up to a multiple of the ranks."""
+    """Return the chunks of a sequence, and empty ones up to a multiple of the ranks."""
     n = mask.queries // sequences
     count = -(-n // chunk)
     pieces = [
@@ -143,7 +140,7 @@ def is_real(chunk: Chunk) -> bool:
 
 
 def area_of(held: Held) -> int:
-    """Return the cells that a rank with these chunks computes."""
+    """Return the cells that a rank computes."""
     return sum(chunk.area for chunk in held)
 
 
@@ -153,12 +150,12 @@ def size_of(held: Held) -> int:
 
 
 def need_of(held: Iterable[Chunk]) -> int:
-    """Return the tokens whose keys a rank with these chunks uses, including its own."""
+    """Return the tokens whose keys a rank with these chunks uses."""
     return reduce(or_, (chunk.need for chunk in held), 0)
 
 
 def received_by(held: Held) -> int:
-    """Return the number of tokens whose keys a rank with these chunks receives."""
+    """Return the number of tokens whose keys a rank receives."""
     return need_of(held).bit_count() - size_of(held)
 
 
@@ -250,8 +247,8 @@ def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
 
 # ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Assign the largest chunk first, to a rank with area <= ``limit`` that then needs the fewest
-    additional keys.
+    """Assign the largest chunk first, to a rank with area <= ``limit`` that needs the fewest more
+    keys.
     """
     slots = len(chunks) // ranks if chunks else 0
     most_full = ranks - sum(chunk.small for chunk in chunks)
@@ -274,8 +271,8 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """Return whether a rank may take the chunk and keep at most one small chunk. A slot stays free
-    for each small one to come: at most ``most_full`` ranks fill up without one.
+    """Return whether a rank may take the chunk and keep at most one small chunk. At most
+    ``most_full`` ranks fill up without one, so that a slot stays free for each.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small

@@ -6,9 +6,8 @@
     in every layer            out = magi_attention(q, k, v, plans.mask, plans.layout)
 
 A mask of packed documents is new in every step, so its plans cannot come from an earlier one. In
-threads of the training process, `prepare` alone fills the cache. Plans of `canon.reference` are the
-local masks of all steps, the cast plan of `magi_attention`, and the hidden keys of
-`latent_attention`. `canon.fast.prepare` also makes the tables of its kernels.
+threads of the training process, `prepare` alone fills the cache. Plans of `canon.reference` are
+local masks, cast plans, and the hidden keys of `latent_attention`.
 
 Source: MagiAttention (Tao and Huang, 2025) also plans once for each mask.
 """

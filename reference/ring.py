@@ -17,10 +17,9 @@ the sum that follows the keys, which is rounded to reduce_dtype before each hop.
 Bits: rank r adds by owner, r, r - 1, ..., r + 1, and the sums of owner o are added by rank, o + 1,
 o + 2, ..., o. So a repeated call gives the same bits.
 
-Balance: a rank that starts a step late delays the next rank one step later, so all ranks need equal
-work in *every* step. `Layout.zigzag` gives it under a causal mask: of 2 n chunks, rank r holds the
-r-th from both ends. Contiguous shards take about 2 - 1/n times as long. Proof:
-notebooks/02_ring_and_zigzag.md.
+Balance: all ranks need equal work in *every* step. `Layout.zigzag` gives it under a causal mask: of
+2 n chunks, rank r holds the r-th from both ends. Contiguous shards take about 2 - 1/n times as
+long. Proof: notebooks/02_ring_and_zigzag.md.
 
 Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in
 reduce_dtype, A in partial results:
@@ -31,9 +30,8 @@ reduce_dtype, A in partial results:
     out; dq            0       0                              five tensors like out in `merge`;
                                                               three like dq
 
-Limits: keys make all n - 1 hops, even to ranks without a query that sees them. A step hides one hop
-of keys, backward also one of gradients; nothing hides the last hop of dk and dv. The backend
-decides about overlap.
+Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Nothing hides the
+last hop of dk and dv. The backend decides about overlap.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue
 2 (2024), and mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).

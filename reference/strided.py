@@ -9,7 +9,7 @@ query heads, 4 key heads and head_stride=2:
     1      K, V of key heads 2, 3    query heads 4-7, over all keys   dk, dv of key heads 2, 3
 
 A query head sees all its keys in one step, so nothing is merged and out is rounded once. Gathered
-keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
+keys lie in rank order.
 
 Backward, K and V are gathered again. A step gives the final dq of its query heads, and this rank's
 part of dk and dv for the keys of all ranks, which one all-to-all sends to the owners in
@@ -19,10 +19,9 @@ repeated call gives the same bits. With ``rank_invariant=True`` any number of ra
 `ring_attention`.
 
 The next gather and the previous all-to-all are in flight while a step computes. Nothing hides the
-first gather and the last all-to-all. Only the sum over all keys must be equal on all ranks, not
-each step: pass `Layout.zigzag` for a causal mask. A larger stride makes fewer and larger messages
-and kernels; 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring: its
-buffers do not grow with n.
+first gather and the last all-to-all. Only the work over all keys must be equal on all ranks: pass
+`Layout.zigzag` for a causal mask. If the buffers do not fit, or if g = 1, use the ring: its buffers
+do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
 bytes in reduce_dtype:
@@ -63,7 +62,7 @@ __all__ = ["strided_attention"]
 
 
 def strided_plan(call: Call) -> Steps:
-    """Return the key heads of each step. Raise ValueError if the strides do not fit the heads."""
+    """Return the key heads of each step. Raises ValueError if the strides do not fit the heads."""
     return steps_of(call.shapes[1][2], call.options)
 
 
@@ -98,9 +97,7 @@ def strided_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
-    nor v needs one.
-    """
+    """Return dq, dk, dv as `ring_backward`."""
     if call.plan.backward is None:  # backward_schedule is "ring"
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
@@ -195,12 +192,9 @@ class AllGather:
 
 
 class SequenceGather(AllGather):
-    """An all-gather in flight whose tokens are put to their positions in the sequence, for
-    `owner_computes.py`.
-    """
+    """An all-gather in flight, of tokens in the order of the sequence, for `owner_computes.py`."""
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the tokens in the order of the sequence."""
         full = shards[0].new_empty(shards[0].shape[0], sum(self.sizes), *shards[0].shape[2:])
         for rank, shard in enumerate(shards):
             full[:, self.layout.positions(rank).to(full.device)] = shard
@@ -208,7 +202,7 @@ class SequenceGather(AllGather):
 
 
 class ReduceScatter:
-    """A reduce-scatter in flight: this rank's parts of dk and dv go to the owners of the keys."""
+    """A reduce-scatter in flight: parts of dk and dv go to the owners of the keys."""
 
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
         self.widths = [dk_full.shape[-1], dv_full.shape[-1]]

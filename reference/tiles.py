@@ -10,8 +10,7 @@ without a visible cell are skipped:
             256-383           x             x          /
 
 The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a
-NaN or an infinity reaches exactly the queries that see its token. In the forward pass a visible
-score of -inf counts as hidden.
+NaN or an infinity reaches exactly the queries that see its token.
 """
 
 from collections.abc import Iterator

@@ -60,7 +60,6 @@ class Backend:
     if its kernels do not support q. ``extras``: "max_logits" if `Kernels.forward` takes them,
     "parts" if ``parts_module`` sums few queries over many keys in parts. ``automatic``: whether it
     is taken without being asked for. ``compiles``: whether `canon.fast.ahead` compiles its kernels.
-    ``replayable``: whether `launcher.launch` or PyTorch sees all it does.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Backend:
     parts_module: str = ""
     automatic: bool = True
     compiles: bool = True
-    replayable: bool = True
 
     @cached_property
     def module(self) -> ModuleType:

@@ -117,12 +117,6 @@ def is_recording() -> bool:
     return getattr(_recorders, "current", None) is not None
 
 
-def give_up_recording(reason: str) -> None:
-    """Let the pass that this thread records run as written in each call."""
-    if (recorder := getattr(_recorders, "current", None)) is not None:
-        recorder.give_up(reason)
-
-
 @contextmanager
 def recording(recorder: Any) -> Iterator[None]:
     """Within the block, call ``recorder.launched`` after each launch of this thread."""

@@ -62,7 +62,7 @@ class Zero:
 
 @dataclass(eq=False)
 class Recorder(TorchDispatchMode):
-    """Note what a pass does with its ``tensors``."""
+    """A note of all that a pass does with its ``tensors``."""
 
     tensors: tuple[Tensor, ...]
     temporaries: list[Tensor] = field(default_factory=list)
@@ -154,7 +154,6 @@ class Recorder(TorchDispatchMode):
             self.places.setdefault(x.data_ptr(), place)
 
     def _place(self, x: Tensor) -> Place:
-        """Return where ``x`` begins. Raises NotReplayable if that is uncertain."""
         address = x.data_ptr()
         if (place := self.places.get(address)) is None:
             place = self._searched(x, address)

@@ -1,22 +1,21 @@
 """Prepared passes: the launches of a pass are recorded once, and replayed by one call into C
 afterwards.
 
-A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the
-tensors (shapes, strides, dtypes, alignment, device) and on the other arguments. A call of a kind
-runs as written while a `Recorder` notes
+A pass is a function of tensors that only launches kernels, by the kinds of the tensors (shapes,
+strides, dtypes, alignment, device) and the other arguments. A call of a kind runs as written while
+a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
     zeros          memory that is cleared: by one memset for all temporaries
     plans          tensors of `device_plan`: the prepared pass keeps them alive
 
-If a pass takes `Cells`, this is the first call of its kind, and the recording serves other masks,
-too (`sharing`). Other passes, such as the steps of a schedule, are recorded in the second call, so
-a mask of one step costs no recording.
+A pass that takes `Cells` is recorded in its first call, also for other masks (`sharing`); others,
+such as the steps of a schedule, in their second one: a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
-of unknown origin, launches no kernel, or takes a backend that is not ``replayable``.
+of unknown origin, or launches no kernel.
 """
 
 import copy
@@ -77,7 +76,7 @@ class PreparedPass:
 
     @staticmethod
     def load() -> None:
-        """Compile what a recording needs, so that only the first call waits for a compiler."""
+        """Compile what a recording needs: only the first call waits for a compiler."""
         with suppress(NotReplayable):
             native_module()
 
@@ -217,7 +216,7 @@ def _recordings(
     options: tuple[Hashable, ...],
     addresses: list[int],
 ) -> list[PreparedPass]:
-    """Return the latest recordings of passes that differ from this one only in their masks."""
+    """Return the latest recordings of passes that differ in their masks alone."""
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
     others = [(x.sizes, x.places) if isinstance(x, Cells) else x for x in options]
     aligned, first = [address & 15 for address in addresses], tensors[0]

@@ -2,8 +2,7 @@
 
 A pass depends on its mask only through the mask's sizes and the plans that it looks up. If another
 mask has plans of the same *structure*, only the addresses of their tensors differ. So the first
-call with a new mask looks up the same plans in the same order, and compares structures: shape,
-dtype and alignment of a tensor, those of the parts of a tuple, and anything else itself.
+call with a new mask looks up the same plans in the same order, and compares structures.
 """
 
 from typing import Any

@@ -43,8 +43,7 @@ class Placement(NamedTuple):
 @dataclass(frozen=True)
 class Places:
     """The tokens that a buffer of ``queries`` rows and one of ``keys`` rows hold, in pieces (first
-    row, tokens). Raises ValueError if one does not begin at a multiple of 128, in the sequence and
-    in the buffer.
+    row, tokens). Raises ValueError if one does not begin at multiples of 128.
     """
 
     query_pieces: tuple[Piece, ...]
@@ -161,9 +160,7 @@ class Cells(NamedTuple):
         return sum(band.pick(queries, keys).area for band, (_, queries), (_, keys) in pairs)
 
     def crop_keys(self, keys: range) -> "Cells":
-        """Return the cells of these rows of keys. With places, they begin and end at multiples of
-        128, or at the buffer's end.
-        """
+        """Return the cells of these rows of keys; with places, of whole tiles."""
         if (own := self.places) is None:
             return Cells(self.mask.crop(keys=keys))
         pieces = _kept(own.key_pieces, keys)
@@ -171,13 +168,13 @@ class Cells(NamedTuple):
 
 
 def in_place(mask: Mask) -> Places:
-    """Return the places on one rank: both buffers are the sequence itself."""
+    """Return the places on one rank."""
     sizes = mask.queries, mask.keys
     return Places(*(((0, range(size)),) if size else () for size in sizes), *sizes)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if TMA cannot load it: it would get another
+    """Return x (b, t, h, d), or a copy if TMA cannot load it: it would get another
     configuration.
     """
     return x if tma_loadable(x, every_axis=True) else canonical(x)

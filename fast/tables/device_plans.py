@@ -5,8 +5,7 @@
     another stream       `Tensor.record_stream`: the allocator waits for that stream
     a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
-A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses
-it. Another process can make the host's part ahead, with tensors on the meta device."""
+A new plan during a capture raises RuntimeError: the graph would replay its upload."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -34,10 +33,10 @@ _pinned = threading.local()
 
 def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a pure function of positional arguments that makes a plan (an array, or a tuple with
-    arrays) on the host. A call has one more argument, the device.
+    arrays). A call has one more argument, the device. It returns the plan with its arrays as
+    tensors there, valid for later kernels of the current stream.
 
-    It returns the plan with its arrays as tensors on the device, valid for later kernels of the
-    current stream. Plans on the host are cached only if they are made ahead."""
+    Plans on the host are cached only if they are made ahead."""
 
     def on_host(args: tuple) -> Any:
         if are_noted():
@@ -99,8 +98,8 @@ def pinned_arrays(on: bool) -> Iterator[None]:
 
 
 def uploaded(plan: Any, device: torch.device | str) -> Any:
-    """Return the plan with its arrays on the device. The host does not wait, as it would for a copy
-    from pageable memory. PyTorch keeps the pinned source until the copy is complete.
+    """Return the plan with its arrays on the device. The host does not wait: the source is pinned,
+    and PyTorch keeps it until the copy is complete.
     """
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)
@@ -123,15 +122,14 @@ class Upload:
         self.event.record(self.stream)
 
     def is_elsewhere(self) -> bool:
-        """Return whether kernels of the current stream must wait for the uploads, and their memory
-        for these kernels: it is another stream, or a captured one. Stream 0 is never captured.
+        """Return whether kernels of the current stream must wait for the uploads, and the memory
+        for them: it is another stream, or a captured one. Stream 0 is never captured.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         return stream != self.handle or bool(stream and torch._C._cuda_isCurrentStreamCapturing())
 
     def wait(self) -> bool:
-        """Make the current stream wait for the uploads. Return False once they are known to be
-        complete.
+        """Make the current stream wait for the uploads. Return False once they are complete.
 
         During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before.
         """
@@ -146,5 +144,5 @@ class Upload:
 
 
 def tensors_in(plan: Any) -> list[Tensor]:
-    """Return the tensors of a plan: itself, or its parts."""
+    """Return the tensors of a plan."""
     return [x for x in (plan if isinstance(plan, tuple) else (plan,)) if isinstance(x, Tensor)]

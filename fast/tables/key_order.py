@@ -6,8 +6,7 @@ keys' positions.
 
 If several bands of a tile of rows share a tile of keys, one *chained* span has them all, in the
 order of their keys in each row. Its field 2 is the index of its first band among the spans, and
-field 3 is minus the number of its bands. The bands follow all visited spans. So neither bands nor
-other rows change what a row adds, or when."""
+field 3 is minus the number of its bands. The bands follow all visited spans."""
 
 from typing import NamedTuple
 

@@ -4,18 +4,15 @@
     1 query         |part 0|part 1|  ...  |part 15|  part 16  | part 17 |
                     out, lse                        out, lse              merged in this order
 
-**Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and
-at least 4,096 keys is computed in parts, unless a backend other than "triton" is forced. Different
-masks of several sequences count as one mask over all of them. With ``rank_invariant=True`` there
-are no parts: on Hopper `canon.fast.kernels.gluon.few_queries` shares the keys among the SMs,
-elsewhere one SM visits all keys of a tile of queries.
+**Rule.** `has_parts`, unless a backend other than "triton" is forced or ``rank_invariant`` is True
+(on Hopper: `canon.fast.kernels.gluon.few_queries`). Masks of several sequences count as one mask
+over all of them.
 
 **Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
 above: 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Tiles
-begin at multiples of their size, are visited in order, and run the same instructions whether a
-query sees all of a tile or a part. A tile that a query does not see leaves its state as it is. So
-the bits of a query depend on the positions of its keys, and not on other queries, sequences or
-heads, nor on the number of SMs.
+begin at multiples of their size and are visited in order, by the same instructions for all of a
+tile and a part. So the bits of a query depend on the positions of its keys, and not on other
+queries, sequences or heads, nor on the number of SMs.
 
 **Memory.** Scratch, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of
 parts with a visible cell, or 1. The table, a bit for each query and key, takes t s / 8 bytes."""
@@ -38,9 +35,7 @@ ALL = np.uint64(2**64 - 1)
 
 
 def has_parts(mask: Mask) -> bool:
-    """Return whether a call with this mask is computed in parts, if its function and options allow
-    it.
-    """
+    """Return whether calls with this mask have parts, if function and options allow it."""
     return 0 < mask.queries <= MOST_QUERIES and mask.keys >= FEWEST_KEYS
 
 

@@ -1,8 +1,9 @@
-/* Work tables in C: what `work_tables.py` defines in NumPy, bit for bit. `schedule.c` continues this file.
+/* Work tables in C: those that `work_tables.py` describes. `schedule.c` continues this file.
  *
  *   bands(bands of a mask) -> `band_array`, and area(bands) -> `area`
  *   table(bands, size, rows, columns, small, boxes, only_visits)
- *       -> (visits, number of tiles[, tiles, spans])         `_best_cut` and `_table`, as bytearrays
+ *       -> (visits, number of tiles[, tiles, spans])         of the cheaper cut into tiles, as bytearrays: at
+ *                                                            multiples of `rows`, or at ends of bands, too
  *
  * Arrays are contiguous: int64 (bands, tiles) and int32 (spans).
  */
@@ -142,7 +143,8 @@ typedef struct {
 
 static i64 band_field(const Problem *p, i64 band, int field) { return p->bands[field * p->n + band]; }
 
-/* Write `_cut_starts` to `starts`, which has room for the rows over `rows`, and for two cuts a band. Return their number. */
+/* Write the first rows of tiles that restart where bands begin or end, if a whole tile fits before. Return their number.
+ * `starts` has room for the rows over `rows`, and for two cuts a band. */
 static i64 cut_starts(const Problem *p, i64 *starts) {
   i64 number = 2 * p->n + 2, tiles = 0, at = 0;
   i64 *ends = array(number, sizeof(i64)), *index = array(number, sizeof(i64));
@@ -168,7 +170,7 @@ static i64 tiles_before(const i64 *starts, i64 number, i64 row, int inclusive) {
   return low;
 }
 
-/* Count the pieces of `_cut` and their visits, in small tiles; write them to `pieces` unless it is NULL. */
+/* Count the pieces, of a band in a tile, and their visits, in small tiles; write them to `pieces` unless it is NULL. */
 static i64 cut(const Problem *p, const i64 *starts, i64 tiles, Piece *pieces, i64 *visits) {
   i64 number = 0;
   *visits = 0;
@@ -194,8 +196,8 @@ typedef struct {
   int32_t piece, column, number, is_full;
 } Span;
 
-/* Add up to three spans of a piece: partial, full, partial. They sort by tile, kind of tile, column, and then in the order of
- * NumPy's array: all first spans, all second, all third. Return the number of spans. */
+/* Add up to three spans of a piece: partial, full, partial. They sort by tile, kind of tile, column, and then in
+ * this order: all first spans, all second, all third. Return the number of spans. */
 static i64 classify(const Problem *p, const i64 *starts, i64 tiles, const Piece *x, i64 piece, i64 number, Span *spans, i64 *keys) {
   i64 start = band_field(p, x->band, K_START), stop = band_field(p, x->band, K_STOP);
   i64 lo = band_field(p, x->band, LO), hi = band_field(p, x->band, HI);

@@ -37,7 +37,7 @@ class TileCosts(NamedTuple):
 def tile_costs(
     cells: Cells, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
 ) -> TileCosts:
-    """Return the tables of `work_table` with costs, if spans are visited ``repeat`` times."""
+    """Return the costs, if spans are visited ``repeat`` times."""
     tiles, spans, *_ = host_table(cells, rows, columns, columns, transposed, boxes)
     # visited tiles before each span
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])
@@ -52,8 +52,8 @@ def tile_costs(
 def needs_more_owners(
     mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int
 ) -> bool:
-    """Return whether dk and dv need an owner for each query head, because SMs are too unequal with
-    one for each key head. Bounds of the imbalance decide most masks; margins cover rounding.
+    """Return whether SMs are too unequal with one owner of dk and dv for each key head. Bounds of
+    the imbalance decide most masks; margins cover rounding.
     """
     by_key = (mask, rows, columns, key_heads, query_heads // key_heads)
     by_query = (mask, rows, columns, query_heads, 1)

@@ -12,8 +12,8 @@ All rows of a tile see all of a *full* span; a *partial* span holds its band. Ti
 ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
 dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile), in C or NumPy. Device memory: 20 bytes a tile, 32 a
-span. Source: the block masks of FlexAttention (Dong et al., 2024); bands replace its callbacks."""
+Cost: O(overlapping pairs of a band and a tile). Device memory: 20 bytes a tile, 32 a span. Source:
+the block masks of FlexAttention (Dong et al., 2024); bands replace its callbacks."""
 
 from functools import lru_cache
 from itertools import chain
@@ -29,7 +29,7 @@ from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_part, cached_plan
+from canon.masks.plan_cache import cached_plan
 from canon.route.rank_invariance import TILE
 
 TILE_FIELDS = 5
@@ -84,16 +84,18 @@ def host_table(
 
     Raises ValueError if the mask is too large for 32-bit coordinates."""
     mask, places = cells
-    if places is not None:
-        cut = _own_part(places, _even_cut(mask, rows, columns, transposed), transposed)
-        table = ordered_table(cut, rows, columns, chained)
-        return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
-    if (native := native_tables()) is not None:
+    native = native_tables() if places is None else None
+    if native is not None:
         given = *bands_and_size(mask, rows, columns, transposed), rows, columns, small, boxes
         visited, _, tiles, spans = native.table(*given, False)
         return WorkTable(*arrays(tiles, spans), visited, False)
-    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
-    return WorkTable(*_table(cut, rows, columns, small, boxes), cut.visits, False)
+    if places is None:
+        cut = _even_cut(mask, rows, small, transposed, columns // small)
+        tiles, spans = ordered_table(cut, rows, small, chained=False)
+        return WorkTable(tiles, everywhere_banded(spans), cut.visits, False)
+    cut = _own_part(places, _whole_cut(mask, rows, columns, transposed), transposed)
+    table = ordered_table(cut, rows, columns, chained)
+    return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
 
 
 def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,23 +108,23 @@ def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def native_tables() -> ModuleType | None:
-    """Return `schedule.c`, or None where it cannot be compiled: NumPy makes the same tables."""
+    """Return `schedule.c`. None where it cannot be compiled: tables visit keys in order then, and
+    compare all tiles with bands.
+    """
     return optional_c_module(Path(__file__).parent, "tables.c", "schedule.c")
 
 
 def count_visits(
     cells: Cells, rows: int, columns: int, transposed: bool = False, boxes: int = 0
 ) -> tuple[float, int]:
-    """Return the ``visits`` and number of tiles of `work_table` without the table. With places, the
-    whole mask counts.
-    """
+    """Return ``visits`` and number of tiles of `work_table`; with places, of the whole mask."""
     if cells.places is not None:
-        cut = _even_cut(cells.mask, rows, columns, transposed)
+        cut = _whole_cut(cells.mask, rows, columns, transposed)
     elif (native := native_tables()) is not None:
         given = *bands_and_size(cells.mask, rows, columns, transposed), rows, columns, columns
         return native.table(*given, boxes, True)
     else:
-        cut = _best_cut(cells.mask, rows, columns, columns, transposed, boxes)
+        cut = _even_cut(cells.mask, rows, columns, transposed)
     return cut.visits, len(cut.starts)
 
 
@@ -131,9 +133,7 @@ visits = cached_plan(count_visits)
 
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
-    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi; columns
-    contiguous.
-    """
+    """Return the bands (n, 6), int64, columns contiguous."""
     if (native := native_tables()) is not None:
         return np.frombuffer(native.bands(mask.bands), np.int64).reshape(6, -1).T
     numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
@@ -145,43 +145,36 @@ def area(mask: Mask) -> int:
     """Return ``mask.area``, without a loop."""
     if (native := native_tables()) is not None:
         return native.area(band_array(mask).T)
-    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
-    queries, keys = q_stop - q_start, k_stop - k_start
-    # diagonals outside the band
-    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi
-    return int(
-        (queries * keys - _corners(queries, keys, below) - _corners(queries, keys, above)).sum()
-    )
+    return mask.area
 
 
-def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
-    """Return the cells on the first ``diagonals`` diagonals from a corner of each rectangle."""
-    triangles = lambda n: np.maximum(n, 0) * (n + 1) // 2
-    return triangles(diagonals) - triangles(diagonals - queries) - triangles(diagonals - keys)
-
-
-@cached_part  # `visits` and the table share a cut
-def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> Cut:
-    """Return the cheaper cut: at multiples of ``rows``, or at ends of bands too. A tile costs a
-    visit.
-    """
-    bands, size = bands_and_size(mask, rows, columns, transposed)
-    even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
-    candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
-    cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]
-    return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
-
-
-def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool) -> Cut:
-    """Return the cut at multiples of ``rows`` and ``columns``. Raises ValueError unless both divide
-    128.
+def _whole_cut(mask: Mask, rows: int, columns: int, transposed: bool) -> Cut:
+    """Return `_even_cut`, the same on any number of ranks. Raises ValueError unless both sizes
+    divide 128.
     """
     if TILE % rows or TILE % columns:
         raise ValueError(
             f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}"
         )
+    return _even_cut(mask, rows, columns, transposed)
+
+
+def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool, ratio: int = 1) -> Cut:
+    """Return the cut at multiples of ``rows`` and ``columns``. A visit has ``ratio`` times
+    ``columns``.
+    """
     bands, size = bands_and_size(mask, rows, columns, transposed)
-    return _cut(bands, size, np.arange(0, size, rows), 1, columns, boxes=columns)
+    starts = np.arange(0, size, rows)
+    stops = np.append(starts[1:], size)[: len(starts)]
+    first_tile = np.searchsorted(starts, bands[0], "right") - 1
+    band, place = counted(np.searchsorted(starts, bands[1], "left") - first_tile)
+    tile = first_tile[band] + place
+    row_start, row_stop, start, stop, lo, hi = bands.take(band, 1)
+    first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
+    begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)
+    begin = begin // columns * columns
+    number = float((-((begin - end) // columns)).sum()) / ratio
+    return Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
 
 
 def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
@@ -193,9 +186,7 @@ def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
 
 
 def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
-    """Return the bands (6, n), transposed or not, and the rows of the mask. Raises ValueError if it
-    is too large.
-    """
+    """Return the bands (6, n) and the rows of a mask. Raises ValueError if it is too large."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(
             f"the kernels count tokens in 32 bits: {mask.queries} queries x "
@@ -205,83 +196,3 @@ def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tup
     if transposed:
         return np.stack([k_start, k_stop, q_start, q_stop, -hi, -lo]), mask.keys
     return bands, mask.queries
-
-
-def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Return first rows of tiles that restart where bands begin or end, if a whole tile fits
-    before.
-    """
-    ends = np.sort(np.append(bands[:2], [0, size]))
-    following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()
-    last, cuts = following[0], [0]
-    while last != cuts[-1]:  # 50 ns for each cut
-        cuts.append(last)
-        last = following[last]
-    cuts = ends[cuts]
-    owner, place = counted(-(-np.diff(cuts) // rows))
-    return cuts[owner] + rows * place
-
-
-def _cut(
-    bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int
-) -> Cut:
-    """Return the cut into tiles that begin at ``starts``. Visits count ``ratio`` times ``small``
-    columns.
-    """
-    stops = np.append(starts[1:], size)[: len(starts)]
-    first_tile = np.searchsorted(starts, bands[0], "right") - 1
-    band, place = counted(np.searchsorted(starts, bands[1], "left") - first_tile)
-    tile = first_tile[band] + place
-    row_start, row_stop, start, stop, lo, hi = bands.take(band, 1)
-    first, last = np.maximum(row_start, starts[tile]), np.minimum(row_stop, stops[tile])
-    begin, end = np.maximum(start, first + lo), np.minimum(stop, last + hi)
-    if boxes:
-        begin = begin // boxes * boxes
-    number = float((-((begin - end) // small)).sum()) / ratio
-    return Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
-
-
-def _table(
-    cut: Cut, rows: int, columns: int, small: int, boxes: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return tiles and spans. A piece has at most three spans: partial, full, partial."""
-    bands, starts, stops, band, tile, first, last, begin, end, _ = cut
-    _, _, start, stop, lo, hi = bands.take(band, 1)
-    all_begin, all_end = (
-        np.maximum(start, last - 1 + lo),
-        np.minimum(stop, first + hi + 1),
-    )  # columns that every row sees
-    whole = (first == starts[tile]) & (last == stops[tile])  # the band holds every row
-    if boxes:
-        whole &= last - first == rows
-    ratio, count = columns // small, -((begin - end) // small)  # in small tiles from here on
-    full_from = -((begin - all_begin) // small)
-    full = np.where(whole, np.maximum(0, (all_end - begin - full_from * small) // columns), 0)
-    full_from = np.where(full > 0, full_from, count)
-    full_to = full_from + full * ratio
-
-    # of tiles: all first spans, all second, all third
-    number = np.concatenate([full_from, full, count - full_to])
-    kept = np.flatnonzero(number)
-    kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
-    is_full = kind == 1
-    column = begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
-    # By tile, partial before full, then by column (below 2**31).
-    order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
-    is_full, piece = is_full[order], piece[order]
-    # the last row is of full spans, without a band
-    own = np.zeros((bands.shape[1] + 1, SPAN_FIELDS), np.int32)
-    own[:-1, 2:] = bands.T
-    spans = own.take(np.where(is_full, -1, band[piece]), 0)
-    spans[:, 0], spans[:, 1] = column[order], number[kept[order]]
-    if boxes:
-        spans[:, 3] = np.where(is_full, 0, last[piece])
-
-    n, owner = len(starts), tile[piece]
-    ends = np.cumsum(np.bincount(owner, minlength=n))
-    begins = np.append(0, ends[:-1])[:n]
-    tiles = np.stack(
-        [starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1
-    )
-    work = np.bincount(tile, count, minlength=n)
-    return tiles[np.argsort(-work, kind="stable")], spans

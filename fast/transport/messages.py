@@ -1,15 +1,13 @@
-"""Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators
-that carry them.
+"""Messages between ranks, and the communicators that carry them.
 
     schedule   fetch                                     reduce
     ring       `BlockRing`: a block from rank to rank    `BlockRing`: its gradient, one step behind
     strided    `AllGather`: K and V of some heads        `ReduceScatter`: dk and dv of these heads
     magi       `begin_cast`: K and V of needed tokens    `GroupReduce`: their dk and dv
 
-Those of magi (`group_collectives.py`) differ in size, so each one allocates its own memory. The
-classes here have two buffers: kernels read one while the other one receives. A message into a
-buffer starts after the launch of all kernels that read its old content, and after the message that
-sent it on.
+Those of magi (`group_collectives.py`) differ in size, and allocate memory. The classes here have
+two buffers: kernels read one while the other one receives. A message into a buffer starts after the
+launch of all kernels that read its old content, and after the message that sent it on.
 
 With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs a gather
 never queues behind a reduction: each has a communicator.
@@ -43,7 +41,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(eq=False)
 class Pending:
-    """Messages in flight, which bring ``received``. ``sent`` is kept until they have ended."""
+    """Messages in flight. ``sent`` is kept until they have ended."""
 
     works: Sequence[Any]
     received: Sequence[Any]
@@ -93,9 +91,7 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class BlockRing:
-    """Blocks that travel round the ring, through two buffers as large as the largest block. An
-    empty block sends no message.
-    """
+    """Blocks that travel round the ring, through two buffers. An empty block sends no message."""
 
     def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
         self.blocks, self.device = blocks, device
@@ -105,8 +101,8 @@ class BlockRing:
         self.coalesced = _coalesces(self.group, device)
 
     def hop(self, buffer: int, sent: int, received: int) -> Pending:
-        """Start to send the block of rank ``sent``, in ``buffer``, to the next rank, and to receive
-        that of ``received`` in the other one. As `dist.batch_isend_irecv`, but faster.
+        """Start to send the block of rank ``sent`` from ``buffer``, and to receive that of
+        ``received`` in the other one. As `dist.batch_isend_irecv`, but faster.
         """
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
@@ -133,8 +129,7 @@ def _coalesces(group: Any, device: torch.device) -> bool:
 
 
 class HeadGroup:
-    """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of
-    a step.
+    """K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of a step.
 
     A buffer is (W T, b, heads, d + dv), in rank order. T is the ``room`` of each rank, by default
     the most tokens of one. The room behind a shard is not written.
@@ -225,7 +220,7 @@ class ReduceScatter:
         self.sent, self.received = [new() for _ in range(min(2, len(steps)))], new()
 
     def start(self, step: int) -> "PendingReduction":
-        """Exchange the gradients of a step. The exchange before must be finished."""
+        """Start an exchange. The one before must be finished."""
         elements = self.steps[step].elements
         work = self.transport.all_to_all(self.received[:elements], self.sent[step % 2][:elements])
         return PendingReduction(self, work, self.steps[step])
@@ -240,7 +235,6 @@ class PendingReduction:
     group: HeadGroup
 
     def wait(self) -> None:
-        """Write the sums into dk and dv, for later kernels."""
         received, transport = self.reduction.received, self.reduction.transport
         with transport.on_communication_stream(after_compute=False):
             self.work.wait()
@@ -298,7 +292,6 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks, from this rank's."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12
@@ -312,9 +305,7 @@ class Transport:
         return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
-        """Launch the block's work on the communication stream, after the compute stream's if so
-        wanted.
-        """
+        """Launch the block's work on the communication stream."""
         if self.stream is None:
             return nullcontext()
         if after_compute:
@@ -322,8 +313,8 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and usually start after its
-        messages. They fill all SMs: a message that starts later would wait for their end.
+        """Make later kernels, which fill all SMs, wait for the communication stream and usually
+        start after its messages.
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -332,12 +323,11 @@ class Transport:
             self.join()
 
     def join(self) -> None:
-        """Make later kernels wait for the stream."""
         if self.stream is not None:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
     def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """Make a stream wait for another one; `Stream.wait_stream` makes a new event each time."""
+        # `Stream.wait_stream` makes a new event each time
         self._event.record(other)
         waiting.wait_event(self._event)
 
@@ -352,7 +342,7 @@ def transport_for(group, device: torch.device) -> Transport:
 
 
 def _communicator(group, device: torch.device, name: str):
-    """Return a communicator of the same ranks, which ends with the group. A collective."""
+    """Return a new communicator of the group, which ends with it. A collective."""
     state = group_state(group)
     communicator = companion_of(
         group, state.liveness.store, f"{name} {device.type}", backend_of(group, device)

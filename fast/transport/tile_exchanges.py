@@ -56,7 +56,6 @@ class TileGather:
         self.key_places, self.query_places = _gathered_places(call.layout, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Allocate the buffers, and return the function that starts the gather of a leg."""
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
         sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
@@ -95,8 +94,8 @@ class TileGather:
 
 
 class TileCast:
-    """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
-    ``kept``: rows of keys from an earlier cast; with ``keep``, `rows` holds this one's.
+    """Group casts of the tiles that own queries, or own keys, need. ``kept``: rows of keys from an
+    earlier cast; with ``keep``, `rows` holds this one's.
     """
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
@@ -136,7 +135,7 @@ class TileCast:
         return Pending([work for work, _ in casts], tensors, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of a leg in pairs of one dtype, one pair a message."""
+        """Return pairs of tensors of one dtype, one a message."""
         tensors = [x for message in leg.messages for x in message]
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 

@@ -1,18 +1,19 @@
 """Both halves make equal plans. They are balanced and move few keys. Default chunks are short."""
 
+import sys
 from contextlib import nullcontext
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from band_strategies import square_masks
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from canon import Layout, Mask, fast, reference
 from canon.bench.packs import sampled_packs
-from canon.fast import chunks as fast_chunks
+from canon.bench.shapes import documents
+from canon.fast import c_modules
 from canon.fast import planner as fast_planner
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
@@ -34,14 +35,15 @@ def expected_warning(n, ranks, chunk):
 
 
 @given(
-    st.sampled_from([0, 1, 2, 5, 17, 64, 100]).flatmap(square_masks),
-    st.sampled_from([1, 2, 3, 4, 5, 8]),
-    st.sampled_from([None, 1, 3, 8, 40, 999, 2**62 - 1]),
-    st.sampled_from([1.0, 1.05, 1.3]),
+    st.sampled_from([0, 1, 5, 17, 64, 100]).flatmap(square_masks),
+    st.sampled_from([1, 2, 3, 4, 5, 8, 13]),
+    st.sampled_from([1, 3, 8, 40, 999]),
+    st.sampled_from([1.0, 1.05, 1.3, 2.0]),
     st.sampled_from([1, 10, 4400]),
     st.sampled_from([1, 18, 200]),
     st.sampled_from([0, 1, 5]),
 )
+@example(Mask([], 40, 40), 3, 1, 1e30, 1, 1, 1)  # exceeds 64 bits
 def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(
     mask, ranks, chunk, imbalance, cells, tokens, swaps
 ):
@@ -104,6 +106,12 @@ def test_the_plan_of_a_batch_is_balanced(half):
     assert half.dispatch(masks, 4, chunk=32) == Layout.contiguous(1024, 4)
 
 
+def branches(depth):
+    """Return a tree of 400 nodes: branches of so many nodes at one root."""
+    parents = [-1, *(node - 1 if node % depth else 0 for node in range(1, 400))]
+    return Mask.tree(parents, [100 + node % 128 for node in range(400)])
+
+
 def nested_tree(tokens, nodes):
     """Return a random tree whose path goes up few nodes at a time: its end has many ancestors, with
     others between them.
@@ -116,27 +124,53 @@ def nested_tree(tokens, nodes):
     return Mask.tree(parents, [tokens // nodes] * nodes)
 
 
-@pytest.mark.parametrize(("ranks", "chunk"), [(3, 13), (6, 8)])
-def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, chunk, monkeypatch):
-    """With a table of the keys that only one chunk needs, and without it, where it would be too
-    large.
-    """
-    right, starts, tables, mask = fast_planner._greedy, [], [], nested_tree(400, 200)
+LONG = {
+    "documents": Mask.documents(documents(65536, 1024, seed=1)),
+    "a pack": Mask.documents(sampled_packs(65536, 1)[0]),
+    "window": Mask.window(65536, 3000, 0),
+    "tree": branches(4),
+    "deep tree": branches(100),
+}
 
-    def greedy(chunks, slacks):
-        tables.append(len(chunks.needs))
-        starts.append(right(chunks, slacks).tolist())
-        return np.array(starts[-1])
 
-    monkeypatch.setattr(fast_planner, "native_planner", lambda: None)
-    monkeypatch.setattr(fast_planner, "_greedy", greedy)
-    expected = reference.dispatch(mask, ranks, chunk=chunk)
-    for largest in (fast_chunks.LARGEST_TABLE, 0):
-        monkeypatch.setattr(fast_chunks, "LARGEST_TABLE", largest)
-        plan_cache.PLANS.clear()  # its plans do not depend on LARGEST_TABLE
-        assert fast.dispatch(mask, ranks, chunk=chunk) == expected
-    assert [size > 0 for size in tables] == [True, False], "more intervals than FEW_INTERVALS"
-    assert starts[0] == starts[1]
+@pytest.mark.parametrize(
+    ("mask", "ranks", "chunk"),
+    [
+        *((mask, 8, None) for mask in LONG.values()),
+        # chunks need many intervals of keys
+        (nested_tree(400, 200), 3, 13),
+        (nested_tree(400, 200), 6, 8),
+    ],
+    ids=[*LONG, "13", "8"],
+)
+def test_both_halves_make_the_same_plan_of_long_and_of_scattered_masks(mask, ranks, chunk):
+    layout = fast.dispatch(mask, ranks, chunk=chunk)
+    assert layout == reference.dispatch(mask, ranks, chunk=chunk)
+    assert layout.digest, "ranks compare it"
+
+
+def test_without_triton_pythons_compiler_makes_the_planner(monkeypatch, tmp_path, empty_cache):
+    monkeypatch.setitem(sys.modules, "triton.runtime.build", None)
+    monkeypatch.setattr(c_modules, "CACHE", tmp_path / "new")
+    made = fast_planner.native_planner.__wrapped__
+    assert len({made().__file__, made().__file__}) == 1, "the second one is cached"
+    monkeypatch.setattr(fast_planner, "native_planner", made)
+    mask = nested_tree(400, 200)
+    assert fast.dispatch(mask, 3, chunk=50) == reference.dispatch(mask, 3, chunk=50)
+
+
+def test_without_a_compiler_the_reference_makes_the_plan_and_a_warning_says_so(
+    monkeypatch, empty_cache
+):
+    def fails(*sources):
+        raise FileNotFoundError("gcc")
+
+    monkeypatch.setattr(c_modules, "c_module", fails)
+    monkeypatch.setattr(fast_planner, "native_planner", fast_planner.native_planner.__wrapped__)
+    mask = nested_tree(400, 200)
+    with pytest.warns(RuntimeWarning, match="install a C compiler"):
+        layout = fast.dispatch(mask, 3, chunk=50)
+    assert layout == reference.dispatch(mask, 3, chunk=50)
 
 
 def score(mask, layout, chunk, rates=(4400, 18)):

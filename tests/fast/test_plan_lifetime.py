@@ -1,10 +1,10 @@
 """A plan lives as long as its readers, and all plans together stay within a limit of bytes."""
 
+import functools
 import gc
 import os
 import weakref
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +12,11 @@ import torch
 from sharded import all_equal
 
 from canon import Mask, fast, reference
-from canon.bench.shapes import documents
-from canon.fast import preparation
-from canon.fast.half import FAST, Part
-from canon.fast.kernels.launcher import Gpu, meta_stands_for
 from canon.fast.tables import device_plans
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
-from canon.route.prepared_plans import prepared_call
 from canon.testing import process_groups
 
 pytestmark = pytest.mark.interpreted
@@ -29,16 +24,6 @@ pytestmark = pytest.mark.interpreted
 
 def block(size):
     return torch.empty(size, dtype=torch.uint8)
-
-
-def test_the_least_recently_used_plans_go_first():
-    cache = PlanCache(host_limit=3 * (1000 + plan_cache.ENTRY))
-    for key in "abc":
-        cache.find(key, lambda: block(1000))
-    cache.find("a", lambda: pytest.fail("a is in the cache"))
-    cache.find("d", lambda: block(1000))
-    assert list(cache.plans) == ["c", "a", "d"]
-    assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
 
 
 def test_a_device_drops_its_own_least_recently_used_plans():
@@ -78,9 +63,6 @@ def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
         assert same is first
     assert made(1, c=4) == [1, 2, 4]
     assert len(cache.plans) == 2
-    for args, kwargs in (((), {}), ((1,), {"d": 4}), ((1,), {"a": 1}), ((1, 2, 3, 4), {})):
-        with pytest.raises(TypeError):
-            made(*args, **kwargs)
 
 
 def test_masks_and_tables_state_their_size():
@@ -90,29 +72,6 @@ def test_masks_and_tables_state_their_size():
     assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
     plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
     assert sizes(plan.casts_of(plan, 0))["cpu"] > 100 * len(plan.received(0, 0))
-
-
-def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
-    """The plans of both passes on one H200: the second look-up makes none, and the tables fit the
-    device.
-    """
-    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
-    gpu, heads, widths = Gpu((9, 0), 132, 232448), (32, 8), (128, 128)
-    masks = [Mask.documents(documents(2**20, 2048, seed)) for seed in range(24)]
-    sizes_of_call = {"heads": heads, "widths": widths, "device": gpu}
-    # "auto" would also make the plans of the other state of PyTorch's switch
-    plans = fast.prepare("attention", masks[0], backward="fused", **sizes_of_call)
-    assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
-    cache.clear()
-    given = "attention", masks[0], None, None, 1, 1, heads, widths, torch.bfloat16, {}
-    with plan_cache.noted_plans():  # tensors without memory
-        call = prepared_call(FAST, *given)
-    for _ in range(2):
-        made = cache.made
-        for mask in masks:
-            with meta_stands_for(gpu):
-                preparation._launch(call, Part(mask, 8, whole=True), True)
-    assert cache.made == made
 
 
 def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
@@ -224,9 +183,9 @@ def gpu_inputs(tokens=1024, seed=0):
     ]
 
 
-def both_passes(q, k, v, dout, mask):
+def both_passes(q, k, v, dout, mask, **options):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = fast.attention(*leaves, mask)
+    out = fast.attention(*leaves, mask, **options)
     return out, *torch.autograd.grad(out, leaves, dout)
 
 
@@ -242,16 +201,18 @@ def fill_memory():
 
 
 @pytest.mark.gpus(1)
-def test_a_captured_graph_keeps_its_plans(monkeypatch):
+@pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
+def test_a_captured_graph_replays_both_passes_and_keeps_its_plans(method, deterministic):
     inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
-    expected = both_passes(*inputs, mask)
+    both = functools.partial(both_passes, *inputs, mask, backward=method)
+    expected = both()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        both_passes(*inputs, mask)
+        both()
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        replayed = both_passes(*inputs, mask)
+        replayed = both()
     plan_cache.PLANS.clear()
     gc.collect()
     blocks = fill_memory()
@@ -293,15 +254,3 @@ def test_a_new_mask_during_a_capture_raises():
             both_passes(*inputs, Mask.window(1024, 77, 0))
     torch.cuda.synchronize()
     both_passes(*inputs, Mask.causal(1024))
-
-
-@pytest.mark.gpus(1)
-def test_new_masks_leave_device_memory_flat(monkeypatch):
-    monkeypatch.setattr(plan_cache, "PLANS", PlanCache(device_limit=1 << 20))
-    inputs, held = gpu_inputs(), []
-    for number in range(200):
-        both_passes(
-            *inputs, Mask.documents(sorted({*range(0, 1024, 2 + number % 7), 5 + number, 1024}))
-        )
-        held.append(torch.cuda.memory_allocated())
-    assert median(held[150:]) <= median(held[50:100]) + (1 << 20), sorted(held[150:])

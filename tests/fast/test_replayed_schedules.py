@@ -33,31 +33,33 @@ FUNCTIONS = {
     "magi keeps": functools.partial(fast.magi_attention, casts=2, keep_kv=True),
     "magi in one step": functools.partial(fast.magi_attention, own_keys_first=False),
 }
+OF_EACH = [MASK, Mask.window(N, 12, 3)]
 CASES = [
-    ("ring", "zigzag", "qkv"),
-    ("ring", "uneven", "q"),
-    ("ring", "uneven", "k"),
-    ("strided", "uneven", "qkv"),
-    ("strided", "zigzag", "v"),
-    ("magi", "zigzag", "qkv"),
-    ("magi", "uneven", "q"),
-    ("magi keeps", "zigzag", "qkv"),
-    ("magi in one step", "zigzag", "qkv"),
+    ("ring", MASK, "zigzag", "qkv"),
+    ("ring", MASK, "uneven", "q"),
+    ("ring", MASK, "uneven", "k"),
+    ("ring", OF_EACH, "uneven", "qkv"),
+    ("strided", MASK, "uneven", "qkv"),
+    ("strided", MASK, "zigzag", "v"),
+    ("strided", OF_EACH, "uneven", "qkv"),
+    ("magi", MASK, "zigzag", "qkv"),
+    ("magi", MASK, "uneven", "q"),
+    ("magi keeps", MASK, "zigzag", "qkv"),
+    ("magi keeps", OF_EACH, "uneven", "qkv"),
+    ("magi in one step", MASK, "zigzag", "qkv"),
 ]
 
 
 # Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in
 # visible tiles.
 LONG = 800
-GLUON_MASKS = {
-    "causal": Mask.causal(LONG),
-    "window": Mask.window(LONG, 40, 0),
-    "documents": Mask.documents([0, 30, 170, 200, 310, 610, LONG]),
-}
-GLUON_LAYOUTS = {
-    "zigzag": Layout.zigzag(LONG, 2),
-    "uneven": Layout([[range(100), range(700, LONG)], [range(100, 700)]], LONG),
-}
+GLUON_CASES = [
+    (Mask.causal(LONG), Layout.zigzag(LONG, 2)),
+    (
+        Mask.documents([0, 30, 170, 200, 310, 610, LONG]),
+        Layout([[range(100), range(700, LONG)], [range(100, 700)]], LONG),
+    ),
+]
 GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, own_keys_first=True)}
 
 
@@ -94,21 +96,12 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
 
 @pytest.mark.sweep
 @pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
-def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
+@pytest.mark.parametrize(("function", "mask", "kind", "wanted"), CASES)
+def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, mask, kind, wanted):
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
     assert_a_replay_has_the_bits_of_steps_as_written(
-        RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted
+        RANKS, tensors, FUNCTIONS[function], mask, LAYOUTS[kind], wanted
     )
-
-
-@pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("function", ["ring", "strided", "magi keeps"])
-def test_calls_with_a_mask_for_each_sequence_replay_too(function):
-    tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
-    masks = [MASK, Mask.window(N, 12, 3)]
-    call = RANKS, tensors, FUNCTIONS[function], masks, LAYOUTS["uneven"], "qkv"
-    assert_a_replay_has_the_bits_of_steps_as_written(*call)
 
 
 @pytest.mark.sweep
@@ -123,12 +116,11 @@ def test_the_exchanges_of_a_mesh_replay_too(layout):
 @pytest.mark.sweep
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
-@pytest.mark.parametrize(
-    ("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")]
-)
-def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
-    mask, layout = GLUON_MASKS[mask], GLUON_LAYOUTS[kind]
-    tensors = [whole(mask, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+@pytest.mark.parametrize(("mask", "layout"), GLUON_CASES, ids=["causal", "documents"])
+def test_steps_of_the_hopper_kernels_replay_too(function, mask, layout):
+    tensors = [
+        whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
+    ]
     with backend("gluon"), simulated_kernels.simulated():
         assert_a_replay_has_the_bits_of_steps_as_written(
             2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv"
@@ -136,12 +128,10 @@ def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
 
 
 @pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("ends", [(128, LONG), (0, 256, LONG)], ids=str)
-def test_decoding_in_order_replays_too(several, ends):
-    """A mask for all sequences, or one for each. The keys that no query sees are NaN."""
+def test_decoding_in_order_replays_too():
+    """With a mask for each sequence. The keys that no query sees are NaN."""
     masks = [Mask.causal(3, LONG), Mask.window(LONG, 200, 0).crop(queries=range(500, 503))]
-    seen = Mask.union(*masks) if several else masks[1]
+    seen, ends = Mask.union(*masks), (0, 256, LONG)
 
     def program():
         held = range(*[0, *ends][dist.get_rank() :][:2])
@@ -155,24 +145,10 @@ def test_decoding_in_order_replays_too(several, ends):
                 prepared.REPLAYED = {}
                 dist.barrier()
             options = dict(rank_invariant=True, return_lse=True)
-            results.append(fast.decode_attention(q, k, v, own if several else own[1], **options))
+            results.append(fast.decode_attention(q, k, v, own, **options))
         return results, {x.reason for x in recorded()}
 
     with backend("gluon"), simulated_kernels.simulated():
         for (*_, replayed, written), reasons in process_groups.threads(program, len(ends)):
             assert reasons - {prepared.UNSEEN} == {""}
             assert all(map(torch.equal, replayed, written))
-
-
-def attention(q, k, v, mask, _, scale):
-    return fast.attention(q, k, v, mask, scale=scale)
-
-
-@pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("scale", [-0.2, 0.0])
-def test_any_scale_replays_with_the_same_bits(scale):
-    mask = Mask.causal(70)
-    tensors = whole(mask, h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1)
-    call = functools.partial(attention, scale=scale), mask, Layout.contiguous(70, 1), "qkv"
-    with backend("gluon"), simulated_kernels.simulated():
-        assert_a_replay_has_the_bits_of_steps_as_written(1, [tensors, tensors], *call)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from programs import printed
 from torch.utils.checkpoint import checkpoint
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.fast import backward, device, schedule
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
@@ -23,7 +23,6 @@ from canon.testing.deterministic import deterministic
 pytestmark = pytest.mark.usefixtures("empty_cache")
 SMS = 4  # of the GPU: few wait in the fixed order, even in short sequences
 ANY_ORDER, IN_ORDER, TWO_KERNELS = ["fused, any order"], ["fused, ordered"], ["dk, dv", "dq"]
-HALVES = {"reference": reference, "fast": fast}
 
 
 def inputs(tokens, h=4, g=4, d=128, dtype=torch.bfloat16):
@@ -77,17 +76,21 @@ def test_a_long_call_adds_in_any_order_unless_bits_must_repeat(launched):
 
 
 @pytest.mark.interpreted
-def test_rank_invariance_repeats_its_bits_without_the_switch(launched):
-    attend = functools.partial(fast.attention, rank_invariant=True)
-    assert kernels_of(launched, attend, *inputs(2048, d=64), Mask.full(2048)) == TWO_KERNELS
-
-
-@pytest.mark.interpreted
-def test_fused_by_name_is_ordered_under_the_switch(launched):
-    attend = functools.partial(fast.attention, backward="fused")
-    assert kernels_of(launched, attend, *inputs(256)) == ANY_ORDER
-    with deterministic():
-        assert kernels_of(launched, attend, *inputs(256)) == IN_ORDER
+@pytest.mark.parametrize(
+    ("options", "without", "with_switch"),
+    [
+        ({"rank_invariant": True}, TWO_KERNELS, TWO_KERNELS),
+        ({"backward": "fused"}, ANY_ORDER, IN_ORDER),
+    ],
+)
+def test_named_methods_and_rank_invariant_calls_ignore_lengths(
+    options, without, with_switch, launched
+):
+    attend = functools.partial(fast.attention, **options)
+    for given in (inputs(2048, d=64), inputs(256, d=64)):
+        assert kernels_of(launched, attend, *given, Mask.full(given[0].shape[1])) == without
+        with deterministic():
+            assert kernels_of(launched, attend, *given) == with_switch
 
 
 # --- what "auto" is told, and when
@@ -117,22 +120,12 @@ def differentiate(attend):
     return torch.autograd.grad(attend(q, k, v), (q, k, v), dout.detach())
 
 
-SCHEDULES = {
-    "ring_attention": {},
-    "zigzag_attention": {},
-    "strided_attention": {"head_stride": 2},
-    "magi_attention": {"casts": 2},
-}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("function", SCHEDULES)
-def test_only_steps_of_several_ranks_send_gradients(function, ranks, asked):
-    attend = functools.partial(
-        getattr(fast, function), mask=Mask.causal(12 * ranks), **SCHEDULES[function]
-    )
-    layout = {} if function == "zigzag_attention" else {"layout": Layout.zigzag(12 * ranks, ranks)}
-    process_groups.threads(lambda: differentiate(functools.partial(attend, **layout)), ranks)
+@pytest.mark.parametrize("schedule", ["ring", "strided", "magi"])
+def test_only_steps_of_several_ranks_send_gradients(schedule, ranks, asked):
+    given = {"mask": Mask.causal(12 * ranks), "layout": Layout.zigzag(12 * ranks, ranks)}
+    attend = functools.partial(getattr(fast, f"{schedule}_attention"), **given)
+    process_groups.threads(lambda: differentiate(attend), ranks)
     assert asked
     assert {how.sends for how in asked} == {ranks > 1}
     differentiate(fast.attention)
@@ -212,28 +205,26 @@ def test_a_switch_between_both_kernels_of_a_step_changes_nothing(asked, monkeypa
 # --- calls, ranks
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(name, monkeypatch):
-    compiled, half = [], HALVES[name]
-    side = half.local.LOCAL.side
+def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(monkeypatch):
+    compiled = []
     compile_for = lambda call: compiled.append(torch.are_deterministic_algorithms_enabled())
-    monkeypatch.setattr(side, "compile_for", compile_for)
+    monkeypatch.setattr(fast.local.LOCAL.side, "compile_for", compile_for)
     for state in (False, False, True, True, False):
         torch.use_deterministic_algorithms(state)
         try:
-            differentiate(half.attention)
+            differentiate(fast.attention)
         finally:
             torch.use_deterministic_algorithms(False)
     assert compiled == [False, True]
 
 
-def disagree(name):
+def disagree():
     """Return the errors of forward and backward passes in which the ranks have different modes."""
-    half, (q, k, v, dout), found = HALVES[name], small(), []
+    (q, k, v, dout), found = small(), []
     for modes in ((0, 2), (2, 1)):
-        out = half.ring_attention(q, k, v)
+        out = fast.ring_attention(q, k, v)
         torch.set_deterministic_debug_mode(modes[dist.get_rank()])
-        for wrong in (lambda: half.ring_attention(q, k, v), lambda: out.backward(dout)):
+        for wrong in (lambda: fast.ring_attention(q, k, v), lambda: out.backward(dout)):
             with pytest.raises(ValueError) as raised:
                 wrong()
             found.append(str(raised.value))
@@ -241,14 +232,13 @@ def disagree(name):
     return found
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_ranks_with_different_switches_raise(name):
+def test_ranks_with_different_switches_raise():
     field = "the ranks disagree:\n  torch.use_deterministic_algorithms:"
     off, warning = (
         f"{field} rank 0: {x}; rank 1: {y}"
         for x, y in (("False", "True"), ("True", "True, warn_only=True"))
     )
-    errors = process_groups.processes(functools.partial(disagree, name), 2)
+    errors = process_groups.processes(disagree, 2)
     assert errors == [[off, off, warning, warning]] * 2
 
 

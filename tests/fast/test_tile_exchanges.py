@@ -55,14 +55,17 @@ def backward_events(monkeypatch, function, **options):
     return events
 
 
-def test_the_next_message_is_in_flight_during_each_kernel(monkeypatch):
-    """Two key heads, one a step: K, V and dq, then the queries and dk, dv, for each head."""
-    events = backward_events(monkeypatch, "strided_attention", head_stride=1)
-    assert events == ["fetch", "fetch", "dq", "fetch", "dk, dv", "fetch", "dq", "dk, dv"]
-
-
-def test_queries_travel_during_dq(monkeypatch):
-    assert backward_events(monkeypatch, "magi_attention") == ["fetch", "fetch", "dq", "dk, dv"]
+@pytest.mark.parametrize(
+    ("function", "options", "expected"),
+    [
+        # two key heads, one a step: K, V and dq, then the queries and dk, dv, for each head
+        ("strided_attention", {"head_stride": 1}, ["fetch", "dk, dv", "fetch", "dq"]),
+        ("magi_attention", {}, []),
+    ],
+)
+def test_the_next_message_is_in_flight_during_each_kernel(function, options, expected, monkeypatch):
+    events = backward_events(monkeypatch, function, **options)
+    assert events == ["fetch", "fetch", "dq", *expected, "dk, dv"]
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -80,22 +83,15 @@ def test_casts_carry_whole_tiles_that_are_needed():
     calls = [
         SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=2, group=None) for rank in (0, 1)
     ]
-    first, second = (TileCast(call).plans[False] for call in calls)
+    sender, receiver = (TileCast(call).plans for call in calls)
+    first = sender[False]
     assert first.receives == [0, 384], (
         "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
     )
-    assert second.sends == [384, 0]
     assert first.pieces == ((0, range(128)), (128, range(512, 700)), (384, range(128, 512)))
-    assert second.receives == [128, 0], "tokens 128 to 199 see tile 0"
-    assert second.pieces == ((0, range(128, 512)), (384, range(128)))
-    queries = TileCast(calls[1]).plans[True]
-    assert queries.receives == [256, 0], (
-        "tokens 512 to 699 see its keys: a whole tile and a short one"
-    )
-    assert queries.pieces == ((0, range(128, 700)),), (
-        "own tokens 128 to 511, then the received ones"
-    )
-    sender = TileCast(calls[0]).plans[True]
-    assert sender.index.tolist() == [*range(128, 316), *[315] * 68], (
+    received = receiver[True]
+    assert received.receives == [256, 0], "tokens 512 to 699: a whole tile and a short one"
+    assert received.pieces == ((0, range(128, 700)),), "own tokens, then the received ones"
+    assert sender[True].index.tolist() == [*range(128, 316), *[315] * 68], (
         "copies of the last token follow it"
     )

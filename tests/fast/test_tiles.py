@@ -7,10 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Mask
+from canon.fast.tables import work_tables
 from canon.fast.tables.cells import Cells
-from canon.fast.tables.work_tables import area, host_table
+from canon.fast.tables.work_tables import area, count_visits, host_table
+from canon.masks.plan_cache import PLANS
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
+IN_C = work_tables.native_tables()
+
+
+@pytest.fixture(scope="module", params=["C", "NumPy"], autouse=True)
+def native(request):
+    """Make tables in C, or as where there is no compiler."""
+    PLANS.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_tables, "native_tables", lambda: IN_C if request.param == "C" else None)
+        yield request.param
+    PLANS.clear()
 
 
 def coverage(mask, rows, columns, small, transposed):
@@ -65,6 +78,9 @@ def assert_exact(mask, rows, columns, transposed, small=None):
     assert dense[full].all(), "a full span is visible from end to end"
     assert work == sorted(work, reverse=True), "longest first"
     assert sum(work) == table.visits
+    whole = host_table(Cells(mask), rows, columns, columns, transposed)
+    counts = count_visits(Cells(mask), rows, columns, transposed)
+    assert counts == (whole.visits, len(whole.tiles))
 
 
 @given(masks(), SIZES, SIZES, SIZES, st.booleans())
@@ -94,7 +110,9 @@ def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, tra
     assert times.sum() == dense.sum()
 
 
-def test_tiles_start_where_documents_do():
+def test_tiles_start_where_documents_do(native):
+    if native == "NumPy":
+        pytest.skip("tiles start at multiples of their size there")
     ends = [0, 1000, 2100, 3000]
     table = host_table(Cells(Mask.documents(ends)), 128, 128, 128)
     assert set(ends[:-1]) <= set(table.tiles[:, 0].tolist())
@@ -117,3 +135,6 @@ def test_the_area_of_many_bands_is_that_of_the_mask():
         Mask([], 3, 4),
     ):
         assert area(mask) == mask.area
+        bands = work_tables.band_array(mask)
+        assert bands.tolist() == [list(band) for band in mask.bands]
+        assert bands.T.flags.c_contiguous

@@ -224,10 +224,11 @@ def test_tiles_that_straddle_pieces_change_results(monkeypatch):
     """Queries 192 to 255 see keys from 53 on. If tiles begin at multiples of 32, two ranks hold the
     tile 96:160.
     """
-    narrow, cut = Config(64, 64), tiles._cut
+    narrow, cut = Config(64, 64), tiles._even_cut
     with forced(forward=narrow, dq=narrow, dkdv=narrow):
         assert not zigzag_bits(Mask.window(N, 138, 60))
-        monkeypatch.setattr(tiles, "_cut", lambda *arguments, boxes: cut(*arguments, boxes=32))
+        straddling = lambda mask, rows, columns, transposed: cut(mask, rows, 32, transposed)
+        monkeypatch.setattr(tiles, "_even_cut", straddling)
         assert zigzag_bits(Mask.window(N, 139, 60))
 
 

@@ -4,7 +4,7 @@ A wrong type raises TypeError, a value that does not fit ValueError.
 
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Rational, Real
+from numbers import Real
 from warnings import warn
 from weakref import WeakValueDictionary
 
@@ -142,7 +142,7 @@ def checked_dispatch(
             "imbalance is the largest work divided by its lower bound, so at least "
             f"1; got {imbalance}"
         )
-    allowed = Fraction(imbalance) if isinstance(imbalance, Rational) else Fraction(float(imbalance))
+    allowed = Fraction(float(imbalance))
     fits = lambda area: max(area * allowed * tokens_per_us, mask.keys * cells_per_us) < 2**62
     if not fits(mask.queries * mask.keys) and not fits(mask.area):
         raise ValueError(
