@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from canon import Mask, fast
 from canon.bench.shapes import documents
-from canon.fast.kernels.gluon import tile_scheduler
-from canon.fast.kernels.gluon.tile_scheduler import ALL_SETS, LAST_SETS, Heads, Traversal
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.tables import work_tables
 from canon.fast.tables.cells import Cells
@@ -26,8 +24,7 @@ def made(make, native):
     PARTS.clear()
     PLANS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (work_tables, tile_scheduler):
-            patch.setattr(module, "native_tables", lambda: IN_C if native else None)
+        patch.setattr(work_tables, "native_tables", lambda: IN_C if native else None)
         return make()
 
 
@@ -61,30 +58,6 @@ def test_bands_and_areas_from_c_are_equal(mask):
     assert made(lambda: work_tables.band_array(mask).flags.f_contiguous, True)
     assert_equal(lambda: (work_tables.area.__wrapped__(mask),))
     assert made(lambda: work_tables.area(mask), True) == mask.area
-
-
-@st.composite
-def traversals(draw):
-    """Draw a traversal of forward or dq, or of dk and dv; with at least four work tiles a CTA, the
-    last CTAs begin with short ones.
-    """
-    transposed = draw(st.booleans())
-    share = draw(st.sampled_from([1, 2, 4]))
-    pack = 1 if transposed else draw(st.sampled_from([n for n in (1, 2, 4) if n <= share]))
-    heads = Heads(draw(st.integers(0, 3)), share * draw(st.integers(1, 9)), share)
-    rows, columns = draw(st.sampled_from([4, 8, 16])), draw(st.sampled_from([4, 8]))
-    some = {"full_first": draw(st.booleans()), "ctas": draw(st.integers(0, 50))}
-    if transposed:
-        some = {"even_ends": draw(st.sampled_from([0, LAST_SETS, ALL_SETS]))}
-    repeat = draw(st.integers(1, 3)) if transposed else 1
-    read = draw(st.sampled_from([1, 12 << 20, 100 << 20]))
-    return Traversal(rows, columns, transposed, heads, pack, repeat, read, **some)
-
-
-@given(masks(), traversals())
-def test_tile_schedules_from_c_are_equal(mask, traversal):
-    make = tile_scheduler.tile_schedule.__wrapped__
-    assert_equal(lambda: make(Cells(mask), traversal))
 
 
 @pytest.mark.parametrize("heads", [(64, 8), (32, 32), (6, 1)], ids=str)

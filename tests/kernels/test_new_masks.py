@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from canon import Mask, fast
-from canon.fast.kernels.gluon import tile_scheduler
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.tables import work_tables
 from canon.masks.plan_cache import PARTS, PLANS
@@ -59,10 +58,8 @@ def growth():
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_calls_do_not_grow_with_the_documents(in_c, monkeypatch):
-    """In NumPy there is a round of `_time` for 132 work tiles: it adds tens of calls."""
     if not in_c:
-        for module in (work_tables, tile_scheduler):
-            monkeypatch.setattr(module, "native_tables", lambda: None)
+        monkeypatch.setattr(work_tables, "native_tables", lambda: None)
     assert growth() < 300
     PLANS.clear()
     PARTS.clear()

@@ -14,7 +14,6 @@ from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, T
 from canon.fast.kernels.gluon.tile_scheduler import (
     WORK_TILE,
     Heads,
-    MaskedTokens,
     Traversal,
     tile_schedule,
 )
@@ -57,7 +56,7 @@ class FewQueriesPlan(NamedTuple):
     keys: int
     tokens: int
     fully_masked_rows: tuple[slice, ...]
-    loads_masked_tokens: MaskedTokens
+    loads_masked_tokens: tuple[bool, ...]
 
 
 @device_plan
