@@ -167,42 +167,22 @@ def cut_by_tickets(
     the tickets (predecessor's, own).
 
     ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles."""
-    number = (end - begin)[order]
-    work_tile, place = counted(number)
+    work_tile, place = counted((end - begin)[order])
     along = spans[begin[order][work_tile] + place]
-    first = along[:, 0] // columns
-    stop = first + along[:, 1]
-    n, width = len(along), int(stop.max(initial=0)) + 1
-    # where a span starts or ends between two tiles of dq, the next one that covers both is cut
-    boundary, after = np.concatenate([first, stop]), np.tile(np.arange(1, n + 1), 2)
-    cut = _next_covering_interval(first + 1, stop, boundary, after)
-    pieces = np.concatenate([np.arange(n) * width + first, (cut * width + boundary)[cut < n]])
-    span, column = np.divmod(np.unique(pieces), width)
-    previous = n - _next_covering_interval(first[::-1], stop[::-1], column, n - span)
-    tickets = np.stack([previous, span + 1], 1)
-    cut_spans = along[span]
-    is_last = np.append(span[1:] != span[:-1], True)[: len(span)]
-    cut_spans[:, 0] = columns * column
-    cut_spans[:, 1] = np.where(is_last, stop[span], np.append(column[1:], 0)[: len(span)]) - column
+    first, stop = along[:, 0] // columns, along[:, 0] // columns + along[:, 1]
+    holds = np.zeros(stop.max(initial=0), np.int64)  # the ticket that each tile of dq holds
+    pieces = []  # span, first tile of dq, predecessor's ticket
+    for i, (start, end_) in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
+        held = holds[start:end_]
+        pieces.append((i, start, held.item(0)))
+        for at in (held[1:] != held[:-1]).nonzero()[0].tolist():
+            pieces.append((i, start + at + 1, held.item(at + 1)))
+        held.fill(i + 1)
+    span, column, previous = np.array(pieces, np.int64).reshape(-1, 3).T
+    made, last = along[span], np.append(span[1:] != span[:-1], True)[: len(span)]
+    made[:, 0] = columns * column
+    made[:, 1] = np.where(last, stop[span], np.append(column[1:], 0)[: len(span)]) - column
     ends = np.cumsum(np.bincount(work_tile[span], minlength=len(order)))
     new_begin, new_end = np.zeros_like(begin), np.zeros_like(end)
     new_begin[order], new_end[order] = np.append(0, ends)[: len(order)], ends
-    return cut_spans, new_begin, new_end, tickets
-
-
-def _next_covering_interval(
-    begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
-) -> np.ndarray:
-    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i], or
-    len(begin).
-    """
-    number = len(begin)
-    covering = np.full(int(end.max(initial=0)) + 1, number)  # each point, among later intervals
-    order = np.argsort(after, kind="stable")
-    starts = np.searchsorted(after[order], np.arange(number + 2)).tolist()
-    found = np.full(len(point), number)
-    for i in reversed(range(number)):
-        covering[begin[i] : end[i]] = i
-        asked = order[starts[i] : starts[i + 1]]
-        found[asked] = covering[point[asked]]
-    return found
+    return made, new_begin, new_end, np.stack([previous, span + 1], 1)

@@ -118,7 +118,8 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
     order = np.frombuffer(order, np.int64)
     if alternates:
         order = alternate(order, together)
-    spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
+    chains = spans[tiles[:, 4].max() if key_order and len(tiles) else len(spans) :]
+    spans = spans[: len(spans) - len(chains)]
     masked_rows = () if len(order) == len(tiles) else _row_ranges(tiles[tiles[:, 4] == tiles[:, 2]])
     masked = tuple(_holds_masked(cells, keys, tiles, spans, t) for keys in (False, True))
     first_chain, tickets = len(spans), np.zeros(0, np.int32)
@@ -139,8 +140,9 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
         records = work[first_span:stop].reshape(-1, WORK_TILE)
         chained = records[:, ROW_STOP] < 0
         records[chained, ROW_START] = stop + WORK_TILE * (records[chained, ROW_START] - first_chain)
-    work[TICKETS] += chains.size
-    work[stop:] = np.append(chains, tickets)
+    if stop < len(work):
+        work[TICKETS] += chains.size
+        work[stop:] = np.append(chains, tickets)
     visits = sets[0] * sets[1] * t.repeat * visited
     return TileSchedule(work, work_tiles, masked_rows, masked, visits, key_order)
 
