@@ -42,7 +42,6 @@ CONDITIONS = {  # as the sources write them
     "FUSED": ("FUSED", "c.FUSED"),
     "HALVES": ("c.D_PAD > 64",),
     "ORDERED": ("ORDERED", "c.ORDERED"),
-    "PING_PONG": ("PING_PONG", "wg.c.PING_PONG"),
     "P_AFTER_O": ("P_AFTER_O", "not P_AFTER_O"),
     "STALE_MAXIMUM": ("wg.c.STALE_MAXIMUM",),
 }
@@ -61,22 +60,17 @@ KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=where(PING_PONG=False, STALE_MAXIMUM=False, P_AFTER_O=False),
-    ),
-    "forward, ping-pong": Kernel(
-        forward.forward_kernel,
-        Config(128, 64, 2, ping_pong=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=False),
+        branches=where(STALE_MAXIMUM=False, P_AFTER_O=False),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
-        Config(192, 64, 3, ping_pong=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=True),
+        Config(192, 64, 3),
+        branches=where(STALE_MAXIMUM=False, P_AFTER_O=True),
     ),
     "forward, stale maximum": Kernel(
         forward.forward_kernel,
-        Config(128, 64, 2, ping_pong=True, stale_maximum=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=True, P_AFTER_O=False),
+        Config(128, 64, 2, stale_maximum=True),
+        branches=where(STALE_MAXIMUM=True, P_AFTER_O=False),
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
@@ -159,7 +153,7 @@ SURVIVORS = {
 SURVIVORS["dq, one V"] = {
     mutant: why for mutant, why in SURVIVORS["dq"].items() if why != HELD_BACK
 } | {"load_tiles: mbarrier.wait(dout.free.index(w), done & 1 ^ 1) is left out": ONE_V}
-for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):
+for forwards in ("forward by three", "forward, stale maximum"):
     SURVIVORS[forwards] = SURVIVORS["forward"]
 for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
     SURVIVORS[fused] = SURVIVORS["dkdv"]

@@ -29,7 +29,7 @@ def box(x):
 
 @gluon.jit
 def add_box(target, coordinates, tile):
-    gl.static_assert(False, "what is registered stands for this")
+    pass  # `simulator.reduce_add` stands for it
 
 
 simulator.register(add_box, simulator.reduce_add)

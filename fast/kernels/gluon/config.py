@@ -20,7 +20,6 @@ class Config:
     columns: int
     stages: int  # buffers in the ring of visited tiles
     buffers: int = 1  # of owned tiles: 2 load the next work tile's during this one
-    ping_pong: bool = False  # "forward": exponentials overlap MMAs of another warpgroup
     stale_maximum: bool = False  # "forward": P uses a stale row maximum, verified afterwards
     plain: bool = False  # "forward": the kernel of `forward_plain`
     v_stages: int = 0  # "dq": buffers in the ring of V; 0 for ``stages``
@@ -35,10 +34,10 @@ CAPABILITY = 9, 0
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2, ping_pong=True),
-    ("forward", (128, 128)): Config(128, 128, 3, ping_pong=True),
-    ("forward", (256, 128)): Config(128, 64, 3, ping_pong=True),
-    ("forward", (256, 256)): Config(128, 64, 2, ping_pong=True),
+    ("forward", (64, 64)): Config(128, 128, 4, 2),
+    ("forward", (128, 128)): Config(128, 128, 3),
+    ("forward", (256, 128)): Config(128, 64, 3),
+    ("forward", (256, 256)): Config(128, 64, 2),
     ("dq", (64, 64)): Config(128, 128, 4),
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),
@@ -101,25 +100,19 @@ def choose(
             f"the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use "
             'backend("triton")'
         )
-    pads = min(fitting, key=sum)
-    long_table = LONG_TABLE.get((kernel, pads), {})
-    suiting = [
-        config for few, config in long_table.items() if seen > few and config.rows <= most_rows
-    ]
+    pads, least = min(fitting, key=sum), 1 + (kernel == "forward")
+    longer = LONG_TABLE.get((kernel, pads), {}).items()
+    suiting = [config for few, config in longer if seen > few and config.rows <= most_rows]
     config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
-    if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
-        least = (
-            ("2 stages: it waits for V of a tile before it releases the previous V")
-            if kernel == "forward"
-            else "1 stage"
-        )
+    plain = Config(128, config.columns, config.stages, plain=True)
+    if (
+        config.rows not in ROWS[kernel]
+        or config.stages < least  # the forward waits for V of a tile before it releases the last V
+        or (config.plain and config != plain)
+    ):
         raise ValueError(
-            f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least "
-            f"{least}; got {config}"
-        )
-    if config.plain and config != Config(128, config.columns, config.stages, plain=True):
-        raise ValueError(
-            f"the plain forward kernel has 128 rows, one buffer of Q and no switches; got {config}"
+            f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least {least} stages, "
+            f"and the plain forward 128 rows, one buffer of Q and no switches; got {config}"
         )
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(

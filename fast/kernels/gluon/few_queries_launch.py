@@ -13,7 +13,6 @@ from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.descriptors import box
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, WHOLE, weights_kernel
 from canon.fast.kernels.gluon.few_queries_plan import (
-    MOST_QUERIES,
     ROWS,
     FewQueriesPlan,
     few_queries_plan,
@@ -30,7 +29,6 @@ WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}
 SLICES = {64: 6, 32: 8, 16: 10}  # columns of a CTA of `sums_kernel`, and stages
 P_ROWS = 8, 32, 64  # of a box of P
 MOST_WEIGHTS = 1 << 27
-MOST_ROWS = 256  # of a key head, on several ranks
 Widths = tuple[int, int]
 
 
@@ -152,15 +150,6 @@ def launch_sums(
 
 
 # ------------------------------------------------------------------ several ranks
-def few_rows(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call on several ranks has some, but few, queries and rows of a key head."""
-    return (
-        q.numel() > 0
-        and q.shape[1] <= MOST_QUERIES
-        and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
-    )
-
-
 def write_results(
     o: Tensor,
     sums: Tensor,

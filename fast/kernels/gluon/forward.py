@@ -139,7 +139,7 @@ def attend(wg):
     ring = first_position()
     if wg.c.STALE_MAXIMUM:
         declare_registers(state.p, wg.INDEX)
-    if wg.c.PING_PONG and wg.INDEX == wg.c.WARPGROUPS - 1:
+    if wg.INDEX == wg.c.WARPGROUPS - 1:
         ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)  # the first warpgroup goes first
     work_tile = receive(
         wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0
@@ -173,7 +173,7 @@ def attend(wg):
         o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
-    if wg.c.PING_PONG and wg.INDEX == 0:
+    if wg.INDEX == 0:
         # take the last arrival of the last warpgroup: the barrier ends balanced
         ping_pong_wait(wg.INDEX)
 
@@ -200,11 +200,11 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     # S of this tile and O += P V of the one before
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
-    s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
+    s = issue_scores(wg, ring, tile)
     o = state.o
     if EARLY_RESCALE:
         o = rescale_output(o, state.shrink)
-    o = issue_output(o, state.p, wg, ring, wg.c.PING_PONG)
+    o = issue_output(o, state.p, wg, ring)
     if not FIRST:
         limit = highest_kept(state.m, state.l, wg.BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
@@ -293,7 +293,6 @@ def forward_kernel(
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
     STALE_MAXIMUM: gl.constexpr,
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -304,7 +303,7 @@ def forward_kernel(
     ``counter`` is 0 at launch, or not read.
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
-    c = Constants(WARPGROUPS, D, DV, SOFTCAP, PING_PONG, STALE_MAXIMUM, KEY_ORDER, REPEAT)
+    c = Constants(WARPGROUPS, D, DV, SOFTCAP, STALE_MAXIMUM, KEY_ORDER, REPEAT)
     q_tiles = allocate_tiles(q_desc, WARPGROUPS * BUFFERS)
     published = allocate_published(WARPGROUPS * BUFFERS)
     k_tiles, v_tiles = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)

@@ -40,7 +40,6 @@ class Constants:
     D: gl.constexpr
     DV: gl.constexpr
     SOFTCAP: gl.constexpr
-    PING_PONG: gl.constexpr
     STALE_MAXIMUM: gl.constexpr
     KEY_ORDER: gl.constexpr
     REPEAT: gl.constexpr
@@ -112,23 +111,23 @@ class Tile:
 
 
 @gluon.jit
-def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T once K has arrived (PING_PONG: and the previous warpgroup has issued)."""
+def issue_scores(wg, ring, tile, IN_TURN: gl.constexpr = True):
+    """Issue S = Q K^T once K has arrived (IN_TURN: and the previous warpgroup has issued)."""
     q, k = wg.q.operand(tile.q_buffer), wg.k.operand(ring.slot)
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
-    if PING_PONG:
+    if IN_TURN:
         ping_pong_wait(wg.INDEX)
     nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
     return issue_contraction(q, k, nothing, contracted_width(wg.c.D, q.shape[1]))
 
 
 @gluon.jit
-def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
+def issue_output(o, p, wg, ring, IN_TURN: gl.constexpr = True):
     """Issue o += p V of the previous tile. In the very first step the result is undefined and
     unused.
     """
     o = hopper.warpgroup_mma(p, wg.v.operand(ring.previous), o, is_async=True)
-    if PING_PONG:
+    if IN_TURN:
         ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)
     return o
 

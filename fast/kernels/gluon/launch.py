@@ -26,7 +26,7 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
-from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
+from canon.fast.kernels.gluon.few_queries_plan import MOST_QUERIES, FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.method import choose_method as choose_method
@@ -66,6 +66,7 @@ from canon.route.rank_invariance import TILE
 
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
+MOST_ROWS = 256  # of few queries of a key head, on several ranks
 # of a CTA, on average: half of 2^30, because CTAs differ
 MOST_VISITS = FEW_VISITS
 
@@ -114,7 +115,6 @@ def forward(
                 "KEY_ORDER": plan.key_order,
                 "SOFTCAP": softcap,
                 "D": q.shape[-1],
-                "PING_PONG": config.ping_pong,
                 "STALE_MAXIMUM": config.stale_maximum,
                 "REPEAT": bool(few),
             }
@@ -130,7 +130,8 @@ def forward(
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether there are kernels for such tensors, whatever the masks of the ranks."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
-    return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
+    few = q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
+    return config.stale_maximum and v.shape[3] > 0 and q.numel() > 0 and few
 
 
 def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
@@ -295,7 +296,7 @@ def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int
     if cells.places is not None:
         return choose("forward", *widths, seen=float("inf"), most_rows=TILE)
     return choose(
-        "forward", *widths, about_tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
+        "forward", *widths, tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
     )
 
 
@@ -382,20 +383,14 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 
 @cached_plan
-def about_tiles_seen(mask: Mask, heads: int, sms: int) -> int:
-    """Return `tiles_seen`, rounded up to a bound of `LONG_TABLE`, so that masks share a recorded
-    pass.
-    """
-    seen = tiles_seen(mask, heads, sms)
-    return next((few for few in TILES_SEEN if seen <= few), TILES_SEEN[-1] + 1)
-
-
-def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
+def tiles_seen(mask: Mask, heads: int, sms: int) -> int:
     """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
-    of 128 queries of a head.
+    of 128 queries of a head. It is rounded up to a bound of `LONG_TABLE`, so that masks share a
+    recorded pass.
     """
-    tiles = -(-mask.queries // 128)
-    return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
+    few = 1 if -(-mask.queries // 128) * heads > sms else 4
+    seen = area(mask) / max(1, mask.queries) / 128 / few
+    return next((bound for bound in TILES_SEEN if seen <= bound), TILES_SEEN[-1] + 1)
 
 
 # ------------------------------------------------------------------ outputs

@@ -83,8 +83,8 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     column, above, sums = tile.column, 0, l
     while (column < tile.stop) & (above == 0):
         # S of this tile and O += P V of the one before
-        s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
-        o = issue_output(o, p, wg, ring, wg.c.PING_PONG)
+        s = issue_scores(wg, ring, tile)
+        o = issue_output(o, p, wg, ring)
         limit = sum_so_far(l, wg.q.tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
         if P_AFTER_O:

@@ -6,8 +6,8 @@ its synchronisation.
     simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
 One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-at its end, its atomic operations and its volatile loads. TMA loads land, wgmma read and adds write
-"early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
+at its end, its atomic operations and its loads with acquire. TMA loads land, wgmma read and adds
+write "early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
 `Fault` names the kernel's lines for
 
     reads of data that is not there yet, buffers overwritten too early: in every interleaving
@@ -108,6 +108,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
     "round_and_keep": lambda p, like, warpgroup: p.to(like.dtype),
     "any_above": language.any_above,
     "keep_between": language.keep_between,
+    "named_barrier": engines.named_barrier,
 }
 
 
@@ -305,10 +306,6 @@ def _names(code: CodeType) -> set[str]:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise ValueError(
-                f"simulated kernels take tensors on the CPU, got one on {value.device}"
-            )
         return values.pointer(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
@@ -335,12 +332,8 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
 
 
 def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named) -> Any:
-    if warmup:
-        return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
     order, seed, log = _simulations[-1]
-    if options.get("num_ctas", 1) != 1:
-        raise NotImplementedError("clusters are not simulated")
     shape: tuple[int, ...] = grid(raw) if callable(grid) else grid
     sizes = (*shape, 1, 1)[:3]
     chance, function = random.Random(seed), _rebuilt(kernel)

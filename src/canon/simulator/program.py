@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-IN_VAIN = 2000  # volatile loads of an unchanged value before a deadlock is reported
+IN_VAIN = 2000  # loads with acquire of an unchanged value before a deadlock is reported
 
 _current = threading.local()
 
@@ -95,8 +95,8 @@ class Partition:
         self.unfenced: list[Any] = []
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last volatile load
-        self.looks = 0  # consecutive volatile loads with this result
+        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last load with acquire
+        self.looks = 0  # consecutive ones with this result
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.place: Place | None = None
@@ -116,7 +116,7 @@ class Partition:
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Raise Deadlock after `IN_VAIN` equal volatile loads."""
+        """Raise Deadlock after `IN_VAIN` equal results."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         # a polling partition counts as blocked, so late TMA loads land

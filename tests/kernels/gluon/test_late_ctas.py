@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from canon import Mask
-from canon.fast.kernels.gluon import tile_scheduler
 from canon.fast.kernels.gluon.tile_scheduler import (
     LATE_CTAS,
     SEVERAL,
@@ -75,9 +74,3 @@ def test_few_work_tiles_keep_their_order():
     (some, _), (others, _) = (schedule(MASKS["causal"], ctas, heads) for ctas in (SMS, 0))
     assert len(some) < SEVERAL * SMS
     np.testing.assert_array_equal(some, others)
-
-
-def test_more_late_ctas_than_ctas(monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 1000)
-    work_tiles, cost = schedule(Mask.window(8200, 700), SMS)  # not in the cache
-    assert len(np.unique(work_tiles, axis=0)) == len(cost)

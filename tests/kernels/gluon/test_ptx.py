@@ -44,119 +44,89 @@ def halves(x: np.ndarray, kind: str) -> np.ndarray:
     )
 
 
-def literal(name: str) -> np.ndarray:
-    """Return a literal operand for each lane."""
-    if name.startswith("0f"):
-        return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
-    return (
-        np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
-    )
+def bits_from(first: np.ndarray, width: np.ndarray) -> np.ndarray:
+    """Return words with ``width`` bits from bit ``first`` on. Both are unsigned, and clamped."""
+    first, width = (number.astype(np.int64) & 0xFFFFFFFF for number in (first, width))
+    ends = np.minimum(np.stack([first, first + width]), 32).astype(np.uint64)
+    ones = (np.uint64(1) << ends) - np.uint64(1)
+    return (ones[1] & ~ones[0]).astype(np.uint32)
 
 
-def as_float(x: np.ndarray) -> np.ndarray:
-    """Return a register as float32 arithmetic reads its bits."""
-    return x.view(np.float32) if x.dtype == np.uint32 else x
+OPERATIONS = {  # without the type. Those in float32 read the bits of a word as a float
+    "mov": lambda x: x,
+    "and": lambda x, y: x.astype(np.uint32) & y.astype(np.uint32),
+    "shl": lambda x, y: x << y.astype(np.uint32),
+    "shr": np.right_shift,
+    "mad.lo": lambda x, y, z: x * y + z,
+    "bmsk.clamp": bits_from,
+    "max": np.maximum,
+    "min": np.minimum,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "fma.rn": lambda x, y, z: x * y + z,
+    "abs": np.abs,
+    "neg": np.negative,
+    "copysign": lambda sign, x: np.copysign(x, sign),
+    "ex2.approx.ftz": np.exp2,
+    "rcp.approx.ftz": np.reciprocal,
+    "or": np.logical_or,
+    "selp": lambda x, y, chosen: np.where(chosen, x, y),
+    "setp.eq": np.equal,
+    "setp.ne": np.not_equal,
+    "setp.neu": np.not_equal,
+    "setp.gt": np.greater,
+    "setp.lt": np.less,
+    "setp.neu.or": lambda x, y, other: (x != y) | other,
+    "setp.gt.or": lambda x, y, other: (x > y) | other,
+    "bar.red.or": lambda barrier, threads, x: np.full(32, x.any()),
+    "vote.sync.any": lambda x, lanes: np.full(32, x.any()),
+    "vote.sync.ballot": lambda x, lanes: np.full(32, (x << LANES).sum()),
+    "shfl.sync.bfly": lambda x, apart, *_: x[LANES ^ apart],
+    "cvt.rn.bf16x2": lambda high, low: halves(high, "bf16") << 16 | halves(low, "bf16"),
+    "cvt.rn.f16x2": lambda high, low: halves(high, "f16") << 16 | halves(low, "f16"),
+    "cvt.f32": lambda x: x.astype(np.uint16).view(np.float16).astype(np.float32),
+}
 
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the registers of a warp after the instructions of ``text``, an array over lanes. A
     warpgroup is one warp here.
     """
-    registers, labels = dict(operands) | {"%laneid": LANES}, set(re.findall(r"(\w+):", text))
-    skipped_to = ""
-    for line in re.sub(r"\w+:|[{}]", "", text).split(";"):
+    registers, skipped_to = operands | {"%laneid": LANES}, ""
+    for line in re.sub(r"[{}]", "", text).split(";"):
+        label, _, line = line.rpartition(":")
+        skipped_to = "" if label.strip() == skipped_to else skipped_to
         operation, _, rest = line.strip().partition(" ")
         if skipped_to or not operation or operation == ".reg":
             continue
-        if operation.startswith("@!"):
-            predicate = registers[operation[2:]]
-            assert rest.split()[0] == "bra.uni"
-            assert rest.split()[1] in labels
-            assert len(set(predicate)) == 1, "a branch of the whole warp"
-            skipped_to = "" if predicate[0] else rest.split()[1]
-            continue
         kept = np.full(32, True)
         if operation.startswith("@"):
-            kept = registers[operation[1:]]
+            kept = registers[operation[1:].removeprefix("!")] ^ operation.startswith("@!")
             operation, _, rest = rest.partition(" ")
+        if operation == "bra.uni":
+            assert len(set(kept)) == 1, "a branch of the whole warp"
+            skipped_to = rest if kept[0] else ""
+            continue
         target, *names = (name.strip() for name in rest.split(","))
         if operation == "mov.b32" and len(names) == 2:  # a word's two halves
             word = registers[names[1]]
             registers[target], registers[names[0]] = word & 0xFFFF, word >> 16
             continue
-        x = [registers[name] if name in registers else literal(name) for name in names]
-        match operation.split("."):
-            case ["mov", _]:
-                registers[target] = x[0] if kept.all() else np.where(kept, x[0], registers[target])
-            case ["and", _]:
-                registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(
-                    np.uint32
-                )
-            case ["bmsk", "clamp", _]:
-                first, width = (number.astype(np.int64) & 0xFFFFFFFF for number in x)
-                ends = np.minimum(np.stack([first, first + width]), 32).astype(np.uint64)
-                ones = (np.uint64(1) << ends) - np.uint64(1)
-                registers[target] = (ones[1] & ~ones[0]).astype(np.uint32)
-            case ["max" | "min" as which, "s32"]:
-                registers[target] = (np.maximum if which == "max" else np.minimum)(
-                    x[0], x[1]
-                ).astype(np.int64)
-            case ["sub", "s32"]:
-                registers[target] = x[0] - x[1]
-            case ["mad", "lo", _]:
-                registers[target] = x[0] * x[1].astype(np.int64) + x[2]
-            case ["shr", _]:
-                registers[target] = x[0] >> x[1].astype(np.int64)
-            case ["shl", _]:
-                registers[target] = x[0] << x[1].astype(np.uint32)
-            case ["or", "pred"]:
-                registers[target] = x[0] | x[1]
-            case ["cvt", "rn", "bf16x2" | "f16x2" as kind, "f32"]:
-                registers[target] = halves(x[0], kind[:-2]) << 16 | halves(x[1], kind[:-2])
-            case ["cvt", "f32", "f16"]:
-                registers[target] = x[0].astype(np.uint16).view(np.float16).astype(np.float32)
-            case ["add" | "sub" as sign, "f32"]:
-                change = as_float(x[1]) if sign == "add" else -as_float(x[1])
-                registers[target] = np.where(
-                    kept, as_float(x[0]) + change, registers.get(target, 0.0)
-                )
-            case ["selp", _]:
-                registers[target] = np.where(x[2], x[0], x[1])
-            case ["setp", "eq", _]:
-                registers[target] = x[0] == x[1]
-            case ["setp", "ne" | "neu", _]:
-                registers[target] = x[0] != x[1]
-            case ["setp", "neu", "or", _]:
-                registers[target] = (x[0] != x[1]) | x[2]
-            case ["setp", "gt", _]:
-                registers[target] = x[0] > x[1]
-            case ["setp", "gt", "or", _]:
-                registers[target] = (x[0] > x[1]) | x[2]
-            case ["bar", "red", "or", _]:
-                registers[target] = np.full(32, x[2].any())
-            case ["vote", "sync", "ballot", _]:
-                registers[target] = np.full(32, sum(1 << int(lane) for lane in LANES[x[0]]))
-            case ["shfl", "sync", "bfly", _]:
-                registers[target] = x[0][LANES ^ int(names[1])]
-            case ["vote", "sync", "any", _]:
-                registers[target] = np.full(32, x[0].any())
-            case ["setp", "lt", _]:
-                registers[target] = x[0] < x[1]
-            case ["mul", _]:
-                registers[target] = x[0] * x[1]
-            case ["fma", "rn", "f32"]:
-                registers[target] = x[0] * x[1] + x[2]
-            case ["abs" | "neg" as sign, _]:
-                registers[target] = abs(x[0]) if sign == "abs" else -x[0]
-            case ["ex2", "approx", "ftz", "f32"]:
-                registers[target] = np.exp2(x[0])
-            case ["rcp", "approx", "ftz", "f32"]:
-                registers[target] = 1 / x[0]
-            case ["copysign", "f32"]:
-                registers[target] = np.copysign(x[1], x[0])
-            case _:
-                raise NotImplementedError(line)
+        x = [registers[y] if y in registers else literal(y) for y in names]
+        name, _, kind = operation.rpartition(".")
+        if kind == "f32":
+            x = [y.view(np.float32) if y.dtype == np.uint32 else y for y in x]
+        made = OPERATIONS[name](*x)
+        registers[target] = made if kept.all() else np.where(kept, made, registers[target])
     return registers
+
+
+def literal(name: str) -> np.ndarray:
+    """Return a literal operand for each lane."""
+    if name.startswith("0f"):
+        return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
+    return np.full(32, ast.literal_eval(name))
 
 
 def test_four_lanes_exchange_their_words():
