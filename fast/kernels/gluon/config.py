@@ -1,7 +1,7 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-the others."""
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", else keys x
+queries."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,7 +71,7 @@ backend.FORCED.append(FORCED)
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths, with 1 KB for barriers."""
+    """Return the bytes of shared memory, with 1 KB for barriers."""
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
@@ -83,7 +83,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
-    """Return the padded widths that the kernel supports for widths d and dv, or []."""
+    """Return the padded widths of the kernel that hold widths d and dv."""
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
@@ -92,7 +92,7 @@ def choose(
 ) -> tuple[Config, int, int]:
     """Return the configuration and the padded widths, or raise ValueError.
 
-    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, with at most ``most_rows`` rows."""
+    ``seen``: mean tiles that a query sees; ``most_rows``: of the configurations of `LONG_TABLE`."""
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))

@@ -14,12 +14,11 @@ schedule that visits this tile (0 if none). Then it writes its own.
 **Same bits.** Predecessors follow from the mask and the shapes alone. A span whose tiles have
 different predecessors is cut (C above); its pieces keep one ticket.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. So a CTA
-that runs has the first unfinished one, or claims it next; its predecessors are finished, or earlier
-in itself.
+**No deadlock.** CTAs claim all work tiles in the order of the schedule. So the first unfinished one
+is running or claimed next, and its predecessors are finished, or earlier in itself.
 
-Source: FlashAttention-3's deterministic backward (Shah et al., 2024, its code). What the order
-costs: paper/backward_on_hopper.md."""
+Source: FlashAttention-3's deterministic backward (Shah et al., 2024). What the order costs:
+paper/backward_on_hopper.md."""
 
 from heapq import heapreplace
 from operator import itemgetter
@@ -60,8 +59,8 @@ LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads (the query heads of a key head) are in flight: as many as fit
-    the L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
+    """Return how many groups of heads (query heads of a key head) are in flight: as many as fit the
+    L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
     """
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
@@ -78,11 +77,10 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
 def alternation(
     cells: Cells, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int
 ) -> tuple[int, float] | None:
-    """Return how many groups of heads are in flight, and the cost of the order (share of the time).
-    None, not to alternate: few work tiles add to one tile of dq, or all are about equally long.
+    """Return how many groups of heads are in flight, and the cost of the order (share of the time);
+    None if few work tiles add to one tile of dq, or all are about equally long.
 
-    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
-    """
+    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
     costs = tile_costs(cells, rows, columns, True, repeat, columns)
     cost = costs.cost[costs.active]
     if (
@@ -114,9 +112,9 @@ def idle_end(cost: np.ndarray) -> float:
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of SMS / together short and long work tiles
-    alternating: the shortest ascending, the longest after them descending.
-
-    Causal work tiles all end at the last query, so this staggers starts and ends."""
+    alternating: the shortest ascending, then the longest descending. Causal work tiles all end at
+    the last query, so this staggers starts and ends.
+    """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long or the short ones
@@ -124,7 +122,7 @@ def alternate(order: np.ndarray, together: int) -> np.ndarray:
 
 
 def mean_additions(spans: np.ndarray, columns: int) -> float:
-    """Return the mean number of work tiles that add to one tile of dq."""
+    """Return how many work tiles add to a mean tile of dq."""
     last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
     return columns * float(spans[:, 1].sum()) / last
 
@@ -142,7 +140,7 @@ def ordered_dq_pays(
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads count over the batch.
 
-    ``sends``: dk and dv are sent to other ranks, which "split" does during its kernel of dq."""
+    ``sends``: "split" sends dk and dv to other ranks during its kernel of dq."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     each = query_heads // key_heads
     least = MIN_VISITS_OF_NARROW if width == 64 and each > 1 else MIN_VISITS[width]
@@ -163,10 +161,9 @@ def ordered_dq_pays(
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut spans where the predecessor changes. Return them, begin and end for each work tile, and
-    the tickets (predecessor's, own).
-
-    ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles."""
+    """Cut spans where the predecessor changes. Return them, begin and end for each tile, and the
+    tickets (predecessor's, own). ``order``: one head's tiles.
+    """
     work_tile, place = counted((end - begin)[order])
     along = spans[begin[order][work_tile] + place]
     first, stop = along[:, 0] // columns, along[:, 0] // columns + along[:, 1]

@@ -6,12 +6,11 @@ heads) after another. Read `forward_plain` first, a kernel without these refinem
                   wait for S:     P = exp(S - m)         while O += P V runs (ROWS = 192: after)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-The MMA with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers
-are those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
-released once the sums of P are verified.
+The MMA with V is one tile late, even across work tiles. Barriers are those of `forward_plain`;
+q.free follows a work tile's last S, or with a stale maximum its verified sums.
 
-Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make
-equally many steps, so the named barriers match. Compile-time switches:
+Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). Compile-time
+switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
                     with rank_invariant; exponentials then wait for the MMA with V (P_AFTER_O)
@@ -180,7 +179,7 @@ def attend(wg):
 
 @gluon.jit
 def visit_span(state, wg, ring, tile, partial):
-    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
+    """Add the tiles of a span from ``tile`` on. Return the state and the ring position."""
     partial_stop = gl.where(partial, tile.stop, tile.column)
     for column in range(tile.column, partial_stop, wg.BN):
         state, ring = step(state, wg, ring, tile.at(column), 0, True, False)
@@ -191,8 +190,8 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state. Return it and the next ring position. FIRST: also write O of the
-    work tile ``previous``, if not 0.
+    """Add one tile. Return the state and the ring position. FIRST: also write O of the work tile
+    ``previous``.
     """
     P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
     # needs registers, and wider heads have none to spare
@@ -299,9 +298,7 @@ def forward_kernel(
     MATH_REGISTERS: gl.constexpr,
     REPEAT: gl.constexpr = False,
 ):
-    """Write ``out`` and ``lse`` as `forward_plain_kernel`, of all work tiles in ``work``.
-    ``counter`` is 0 at launch, or not read.
-    """
+    """Write what `forward_plain_kernel` does. ``counter`` is 0 at launch, or not read."""
     WARPGROUPS: gl.constexpr = ROWS // 64
     c = Constants(WARPGROUPS, D, DV, SOFTCAP, STALE_MAXIMUM, KEY_ORDER, REPEAT)
     q_tiles = allocate_tiles(q_desc, WARPGROUPS * BUFFERS)

@@ -90,8 +90,8 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: buffer of Q, first token, its span and the end of the spans in ``work``,
-    first column, and column ``stop`` after the span's last tile.
+    """A visited tile: buffer of Q, first token, its span and the end of the spans, first column,
+    and the column after the span's last tile.
     """
 
     q_buffer: gl.tensor
@@ -123,9 +123,7 @@ def issue_scores(wg, ring, tile, IN_TURN: gl.constexpr = True):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, IN_TURN: gl.constexpr = True):
-    """Issue o += p V of the previous tile. In the very first step the result is undefined and
-    unused.
-    """
+    """Issue o += p V of the previous tile. In the very first step the result is unused."""
     o = hopper.warpgroup_mma(p, wg.v.operand(ring.previous), o, is_async=True)
     if IN_TURN:
         ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)

@@ -3,8 +3,7 @@
 
 TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
 copied, as are results that kernels cannot write in place. Tokens that tiles load but the mask does
-not touch may hold NaN, so they are copied as 0. ValueError unless elements have two bytes, heads at
-most 256 columns, and the device is sm_90."""
+not touch may hold NaN, so they are copied as 0."""
 
 from dataclasses import replace
 
@@ -128,7 +127,7 @@ def forward(
 # The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
 # keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors, whatever the masks of the ranks."""
+    """Return whether there are kernels for such tensors, whatever the masks."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     few = q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
     return config.stale_maximum and v.shape[3] > 0 and q.numel() > 0 and few
@@ -160,7 +159,7 @@ def write_weights(
     ranks: int,
     stride: int,
 ) -> None:
-    """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a
+    """Write the weights, from the first ``maxima`` of all ranks; ``counter[1]`` becomes 1 if a
     maximum must rise. With 0 ranks, write only ``maxima``.
     """
     plan, widths = _plan_of_rank(q, k, v, cells)
@@ -182,9 +181,7 @@ def add_values(
     totals: Tensor,
     cells: Cells,
 ) -> None:
-    """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous
-    but for axis 0.
-    """
+    """Add P V to o (b, t, h, dv), and sums to ``totals`` (2, b, h, t, 4), float32."""
     plan, widths = _plan_of_rank(q, k, v, cells)
     if len(plan.columns):
         v = zero_masked(v, cells, plan, keys=True)
@@ -303,9 +300,7 @@ def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int
 def query_plan(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, config: Config
 ) -> tuple[int, int, TileSchedule]:
-    """Return the query heads of a group, how many share a tile, and the schedule over tiles of
-    queries.
-    """
+    """Return the query heads of a group, how many share a tile, and the schedule."""
     group = q.shape[2] // k.shape[2]
     pack = 1 if config.plain else packing(cells, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
@@ -342,7 +337,7 @@ def check_runs(q: Tensor) -> None:
 
 def zero_masked(x: Tensor, cells: Cells, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in the tokens that the plan loads but the mask does
-    not touch; uninitialised where no tile loads it.
+    not touch; uninitialised elsewhere.
     """
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -368,9 +363,8 @@ def token_states(cells: Cells, keys: bool) -> np.ndarray:
 @cached_plan
 def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: several if that saves a tenth of the
-    visits, as ends of short documents waste less of 64 tokens of two heads, or 32 of four.
-
-    With rank_invariant=True a twentieth is enough: more tiles of keys are partial."""
+    visits (rank_invariant=True: a twentieth), as ends of short documents waste less of it.
+    """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = count_visits(cells, rows, columns)
     most = (0.9 if cells.places is None else 0.95) * alone
@@ -384,9 +378,9 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def tiles_seen(mask: Mask, heads: int, sms: int) -> int:
-    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
-    of 128 queries of a head. It is rounded up to a bound of `LONG_TABLE`, so that masks share a
-    recorded pass.
+    """Return the mean tiles of 128 keys that a query sees, rounded up to a bound of `LONG_TABLE`,
+    so that masks share a recorded pass; a quarter of it if no SM has two tiles of queries of a
+    head.
     """
     few = 1 if -(-mask.queries // 128) * heads > sms else 4
     seen = area(mask) / max(1, mask.queries) / 128 / few
@@ -398,7 +392,7 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def writable(x: Tensor, even_batches: bool = False) -> Tensor:
-    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it: with a last
+    """Return x (b, t, h, d), or an empty tensor like it unless kernels can write x: with a last
     stride of 1, 32-bit offsets in a tile, and ``even_batches``, a batch stride of t token strides.
     """
     even = (
@@ -423,9 +417,8 @@ def resident_ctas(x: Tensor) -> int:
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq;
-    ``work`` twice if no CTA reads them.
-
-    Raises ValueError if a CTA could visit 2^30 tiles (`unhoisted_index`)."""
+    ``work`` twice if no CTA reads them. Raises ValueError if a CTA could visit 2^30 tiles.
+    """
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
             f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: "
@@ -438,7 +431,7 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 
 def constants(kernel, config: Config) -> dict:
-    """Return the compile-time arguments that the configuration states. Descriptors state others."""
+    """Return the compile-time arguments that the configuration states."""
     stated = {"STAGES": config.stages, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
     if kernel is dq_kernel:
         stated["V_STAGES"] = config.v_stages or config.stages

@@ -7,16 +7,13 @@ so the maximum and its exchange are saved. The warpgroup votes on the sums once 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
     larger                                     add the rounding error of this lane's P to ``excess``
-    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take
-                                               their maximum
+    over 65504 (float16) or 2^32 (bfloat16)    compute S and P again; such rows take their maximum
 
-Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess.
-lse uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys, so values up to 1e21 give a
-finite o.
+Second case: a key may weigh more than half, so O's divisor counts P as rounded: l - excess. lse
+uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys: values up to 1e21 give a finite o.
 
-K and Q stay until the sums are verified, which delays loads: not worth it if queries see few tiles,
-except with rank_invariant=True. A row's m, l and excess follow from its own scores alone: a vote of
-other rows repeats the tile with the row's m as it is."""
+K and Q stay until the sums are verified, which delays loads. A row's m, l and excess follow from
+its own scores alone: a vote of other rows repeats the tile with the row's m as it is."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,7 +45,7 @@ def largest_sum(dtype):
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the row's sum so far, at most `largest_sum`, for each of its four lanes."""
+    """Return the row's sum so far, at most `largest_sum`, for each lane."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
@@ -73,11 +70,11 @@ def visit_span_stale(state, wg, ring, tile, partial):
 @gluon.jit
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too
-    large, as is P of a row's first visible key.
+    large.
 
     Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if
-    that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold
-    exactly the tiles before it, its K is not released, and its V has been waited for."""
+    that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold the
+    tiles before it, its K is not released, and its V has been waited for."""
     P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l

@@ -2,10 +2,9 @@
 persistent CTAs claim them.
 
 Heads that share keys come together while their tensors fit the L2 cache. Within such a set, the
-longest work tiles come first, so the last set starts its longest tile late. Where that costs more
-than 2 %, launches of dk and dv in any order have the shortest tenth of their work last. `dq_order`
-has the order of launches with ordered dq. Source: Graham, Bounds on multiprocessing timing
-anomalies (1969): longest processing time first."""
+longest work tiles come first (Graham, Bounds on multiprocessing timing anomalies, 1969), so the
+last set starts its longest tile late. Where that costs more than 2 %, launches of dk and dv have
+the shortest tenth of their work last. `dq_order` has the order of ordered dq."""
 
 from typing import Any, NamedTuple
 
@@ -58,7 +57,7 @@ class Traversal(NamedTuple):
     pack               heads that share the rows of a tile
     repeat             query heads of an owner, which each visit the spans
     bytes_per_group    bytes that a group of heads reads
-    ordered            additions to dq come in the order of the schedule
+    ordered            dq is ordered
     full_first         full spans come first, unless keys have an order
     even_ends          how many sets of heads may have their shortest tiles last
     ctas               the most CTAs, if CTA i starts with work tile i; else 0"""
@@ -82,9 +81,8 @@ class Traversal(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile. The launch first fills
-    ``fully_masked_rows``: rows without spans, and those between them. ``loads_masked_tokens``:
-    whether tiles load queries, and keys, that the mask does not touch.
+    """The schedule ``work`` for `tile_queue`. The launch first fills ``fully_masked_rows``.
+    ``loads_masked_tokens``: whether tiles load queries, and keys, that the mask does not touch.
     """
 
     work: Any  # an array, or a tensor on a device
@@ -148,7 +146,7 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
 
 
 def _table(cells: Cells, t: Traversal) -> tuple[np.ndarray, np.ndarray, int, bool]:
-    """Return tiles and spans, how many groups of heads are in flight, and whether to alternate."""
+    """Return tiles and spans, groups of heads in flight, and whether to alternate."""
     groups, read, rows = t.heads.groups, t.bytes_per_group, t.rows // t.pack
     if not t.ordered:
         tiles, spans, *_ = host_table(cells, rows, t.columns, t.columns, t.transposed, t.boxes)
@@ -173,7 +171,7 @@ def _with_tickets(
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
 def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
+    """Return starts and stops of the keys, or queries, that no band touches."""
     mask, places = cells
     tokens = mask.keys if keys else mask.queries
     if places is not None:

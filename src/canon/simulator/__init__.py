@@ -5,18 +5,17 @@ its synchronisation.
         kernel[grid](*tensors_and_descriptors, **constants)      # of CPU tensors
     simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
-One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-at its end, its atomic operations and its loads with acquire. TMA loads land, wgmma read and adds
-write "early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
-`Fault` names the kernel's lines for
+Partitions of a program (CTA) are alternating threads. Another program may continue at its end, its
+atomic operations and its loads with acquire. TMA loads land, wgmma read and adds write "early" (at
+once), "late" (at a wait, or when nothing else can happen) or at "random" times. A `Fault` names the
+kernel's lines for
 
     reads of data that is not there yet, buffers overwritten too early: in every interleaving
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, types and other rules of the compiler, which compiles every kernel in
-`canon.testing.compile`; clusters, races in global memory, and time.
-"""
+Not simulated: layouts, types and other rules of the compiler (`canon.testing.compile`), clusters,
+races in global memory, and time."""
 
 import ast
 import builtins

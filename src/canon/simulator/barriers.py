@@ -1,7 +1,5 @@
-"""Simulate mbarriers in shared memory, and the hardware's named barriers.
-
-A wait joins the clocks of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread
-Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
+"""Simulate mbarriers in shared memory, and the hardware's named barriers: a wait joins the clocks
+of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024).
 """
 
 from canon.simulator.program import Fault, Partition, Place, Program, here, join

@@ -9,8 +9,7 @@ the phase of a barrier for TMA loads. Three errors are found in every interleavi
       without fence_async_shared in between
 
 A kernel may drop a tainted value (NaN). To store it, branch on it or use it as an address raises
-the fault. Not simulated: banks, and fences after reads and mbarrier.init.
-"""
+the fault."""
 
 from functools import lru_cache
 from typing import Any

@@ -1,12 +1,11 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something. Each partition and each barrier has a vector clock:
-arrivals join clocks into barriers, and waits join them into partitions.
+sometimes after it starts or signals something. Arrivals join vector clocks into barriers, and waits
+join them into partitions.
 
 Sources: Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988);
-Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009).
-"""
+Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009)."""
 
 import random
 import sys
@@ -23,7 +22,7 @@ _current = threading.local()
 
 
 class Fault(RuntimeError):
-    """An error of a kernel: on a GPU it may hang, read garbage or have undefined behaviour."""
+    """An error of a kernel: on a GPU it may hang, or read garbage."""
 
 
 class Deadlock(Fault):

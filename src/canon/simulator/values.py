@@ -202,8 +202,8 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
 def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
-    """Return both operands in their common type, the type and the taint. ``weak`` constants adopt a
-    type.
+    """Return both operands in their common type, the type and the taint. ``weak`` constants adopt
+    one.
     """
     x, y = tensor(a), tensor(b)
     kind = x.dtype
