@@ -42,7 +42,6 @@ from canon.simulator.aggregates import is_aggregate, python_class
 from canon.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.simulator.memory import Descriptor
 from canon.simulator.program import Deadlock, Event, Fault, Program, take_turns
-from canon.simulator.values import Tensor
 
 __all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
 
@@ -190,74 +189,10 @@ _BUILTINS = {
 # Kernels as Python functions.
 
 
-def carried(value: Any) -> Any:
-    """Convert a constant that may change into a value."""
-    if type(value) is tuple:
-        return tuple(carried(x) for x in value)
-    return values.tensor(value) if isinstance(value, int | float) else value
-
-
-def merged(condition: Any, value: Any) -> Any:
-    """Apply `carried` if the branch's condition is a value."""
-    return carried(value) if isinstance(condition, Tensor) else value
-
-
-class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops or in branches into values, as Triton does."""
-
-    def __init__(self, tree: ast.AST):
-        annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
-        self.constants = {
-            node.target.id for node in annotated if "constexpr" in ast.unparse(node.annotation)
-        }
-
-    def _assigned(self, *bodies: list) -> list[str]:
-        nodes = (node for body in bodies for statement in body for node in ast.walk(statement))
-        names = {
-            node.id
-            for node in nodes
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        return sorted(name for name in names - self.constants if not name.startswith("__"))
-
-    def _converted(self, names: list[str], conversion: str, at: ast.AST) -> list[ast.stmt]:
-        lines = (
-            f"try: {name} = {conversion.format(name)}\nexcept NameError: pass" for name in names
-        )
-        statements = [statement for line in lines for statement in ast.parse(line).body]
-        for statement in statements:
-            for node in ast.walk(statement):
-                ast.copy_location(node, at)
-        return statements
-
-    def visit_For(self, node: ast.For | ast.While):
-        self.generic_visit(node)
-        if isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter):
-            return node
-        return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
-
-    visit_While = visit_For
-
-    def visit_If(self, node: ast.If):
-        self.generic_visit(node)
-        test = f"__test_{node.lineno}_{node.col_offset}"
-        keep = ast.copy_location(ast.Assign([ast.Name(test, ast.Store())], node.test), node.test)
-        node.test = ast.copy_location(ast.Name(test, ast.Load()), node.test)
-        return [
-            keep,
-            node,
-            *self._converted(
-                self._assigned(node.body, node.orelse), f"__merged({test}, {{}})", node
-            ),
-        ]
-
-    def visit_AnnAssign(self, node: ast.AnnAssign):
-        if node.value is None:
-            return ast.copy_location(ast.Pass(), node)
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
-
-
 def _code(kernel: GluonJITFunction) -> CodeType:
+    """Return the code of the kernel's source, which may be a mutant's. Annotations name types of
+    Triton, and defaults are converted by `_rebuilt`.
+    """
     if id(kernel) not in _compiled:
         tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
         definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -266,9 +201,8 @@ def _code(kernel: GluonJITFunction) -> CodeType:
                 argument.annotation = None
         definition.decorator_list, definition.returns, definition.args.defaults = [], None, []
         definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
-        _Rewriting(definition).visit(definition)
         ast.increment_lineno(tree, kernel.starting_line_number - 1)
-        module = compile(ast.fix_missing_locations(tree), kernel.fn.__code__.co_filename, "exec")
+        module = compile(tree, kernel.fn.__code__.co_filename, "exec")
         _compiled[id(kernel)] = kernel, next(x for x in module.co_consts if inspect.iscode(x))
     return _compiled[id(kernel)][1]
 
@@ -281,12 +215,7 @@ def _rebuilt(kernel: GluonJITFunction) -> Callable:
     names: dict[str, Any] = {
         name: _seen(known[name], name) for name in _names(code) if name in known
     }
-    names |= {
-        "__builtins__": _BUILTINS,
-        "__simulated__": True,
-        "__carried": carried,
-        "__merged": merged,
-    }
+    names |= {"__builtins__": _BUILTINS, "__simulated__": True}
     defaults = tuple(_seen(value, "default") for value in function.__defaults__ or ())
     rebuilt = FunctionType(code, names, function.__name__, defaults)
     rebuilt.__kwdefaults__ = {

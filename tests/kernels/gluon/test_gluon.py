@@ -88,23 +88,7 @@ def test_any_strides_and_any_alignment():
     # the width is not the last in memory
     backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
     same = dout[:, :1].expand_as(dout)  # stride 0
-    assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask)
-
-
-@pytest.mark.parametrize(
-    "shared",
-    [
-        Config(192, 64, 3, 2),
-        Config(192, 128, 4, 2),
-        Config(192, 128, 4, 2, stale_maximum=True),
-    ],
-    ids=repr,
-)
-def test_three_warpgroups_may_share_a_tile(shared):
-    mask = Mask.documents([0, 31, 420])
-    arguments = inputs(mask, h=4, g=1)
-    for order in ("late", "early"):
-        assert_exact(forward(*arguments[:3], mask, shared, order=order), *arguments, mask)
+    assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask, -0.3)
 
 
 # --- the plain forward ---

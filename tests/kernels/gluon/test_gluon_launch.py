@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, both_passes, hopper, inputs
+from hopper import HOPPER_ONLY, assert_exact, attend, both_passes, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Layout, Mask
@@ -55,18 +55,6 @@ def test_short_work_tiles_come_last_unless_dq_is_ordered(method, ordered, sets, 
     assert [t.even_ends for t in seen if t.transposed] == [sets]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
-    """In a causal zigzag layout no query of a rank sees some pieces of keys in the middle. These
-    may be NaN.
-    """
-    mask = Layout.zigzag(1024, 4).local_mask(Mask.causal(1024), 2, range(4))
-    arguments = inputs(mask, h=4, g=2)
-    assert arguments[1][:, 128:256].isnan().all()
-    monkeypatch.setattr(launch, "token_states", None)  # it selects the tokens of a copy
-    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
 def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_may_load(
     monkeypatch,
 ):
@@ -88,17 +76,6 @@ def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_m
     states = states_of(Cells(mask), True, torch.device("cpu"))
     assert states.unique_consecutive(return_counts=True)[0].tolist() == [1, 0, -1, 0, 1, 0]
     assert (states == -1).nonzero().aminmax() == (356, 643)
-
-
-@pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")
-def test_ctas_share_the_work_tiles():
-    mask, log = Mask.causal(300), []
-    q, k, v, _, _ = inputs(mask, h=4)
-    with backend("gluon"), simulated_kernels.simulated("random", 1, log):
-        local.attention_forward(q, k, v, mask)
-    done = Counter(event.program[0] for event in log if event.kind == "wgmma")
-    assert sorted(done) == [0, 1, 2]
-    assert min(done.values()) > 0.15 * sum(done.values())
 
 
 def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
