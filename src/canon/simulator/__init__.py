@@ -26,7 +26,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -174,16 +173,7 @@ def _seen(value: Any, name: str) -> Any:
     return value
 
 
-def _extremum(two: Callable) -> Callable:
-    return lambda *several: reduce(two, several)
-
-
-_BUILTINS = {
-    **vars(builtins),
-    "range": language.dynamic_range,
-    "min": _extremum(language.minimum),
-    "max": _extremum(language.maximum),
-}
+_BUILTINS = {**vars(builtins), "range": language.dynamic_range}
 
 
 # Kernels as Python functions.

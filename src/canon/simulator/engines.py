@@ -74,9 +74,6 @@ class Load:
     def __post_init__(self):
         self.started = here().program.note("load", self.descriptor.block_type.nbytes)
 
-    def __str__(self) -> str:
-        return f"{self.access} of {self.coordinates}, for {self.barrier}"
-
     def land(self) -> None:
         self.view.data.zero_()
         source, mine = self.descriptor.box(self.coordinates, self.view.data)

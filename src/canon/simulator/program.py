@@ -146,13 +146,8 @@ class Program:
         chance: random.Random,
         log: list[Event] | None = None,
     ):
-        self.indices, self.grid, self.order, self.chance, self.log = (
-            indices,
-            grid,
-            order,
-            chance,
-            log,
-        )
+        self.indices, self.grid = indices, grid
+        self.order, self.chance, self.log = order, chance, log
         # by the launching thread; partitions are other threads
         self.inference = torch.is_inference_mode_enabled()
         # probability that a ready partition keeps the baton
@@ -282,11 +277,8 @@ class Program:
             add.complete()
         for _, write in self.late:
             write()
-        if self.loads:
-            raise Fault(
-                f"the program ends while {len(self.loads)} TMA loads are in flight, the "
-                f"first {self.loads[0]}"
-            )
+        while self.loads:
+            self.land()
         for barrier in self.barriers:
             if barrier.bytes:
                 raise Fault(
