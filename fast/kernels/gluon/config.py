@@ -49,14 +49,14 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# For queries that see more tiles of keys than the number (`launch.tiles_seen`).
+# For queries that see more tiles of keys than so many (`launch.tiles_seen`).
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", pads): {few: replace(TABLE["forward", pads], stale_maximum=True)}
     for pads, few in {(64, 64): 3, (128, 128): 6, (256, 128): 3, (256, 256): 3}.items()
 }
 LONG_TABLE["forward", (64, 64)][6] = replace(LONG_TABLE["forward", (64, 64)][3], rows=192)
 TILES_SEEN = sorted({few for table in LONG_TABLE.values() for few in table})
-# For the kernel of `forward_plain`, which tests and measurements force.
+# Of `forward_plain`, if forced.
 PLAIN: dict[Widths, Config] = {
     (64, 64): Config(128, 128, 4, plain=True),
     (128, 128): Config(128, 128, 3, plain=True),

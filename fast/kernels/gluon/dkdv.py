@@ -122,7 +122,7 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = claim_any_work_tile(work, counter, True, c.ORDERED)
     while work_tile > 0:
         first, _, batch, owner = position_of(work, work_tile)
@@ -146,7 +146,6 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
                 mbarrier.wait(k.free.index(b), (done // c.BUFFERS & 1) ^ 1)
                 publish(buffers.published.index(b), work_tile)
                 load_tile(k_desc, batch, first, key_head, k, b)
-            # dO and delta
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
             mbarrier.expect(
                 dout.full.index(slot), dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
@@ -157,7 +156,6 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
                 load_tile(v_desc, batch, first, key_head, v, b)
-            # the next tile, perhaps of the next head
             fresh = False
             t += 1
             before = span
@@ -340,30 +338,18 @@ def dkdv_kernel(
         exchange = make_exchange(q_desc.dtype, dq_desc, c)
         semaphores = counter + 1
         fence_async_shared()
-        if ORDERED:
-            # loader and adders share a warpgroup: 240 registers are left for the others
-            gl.warp_specialize(
-                [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
-                    (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 1)),
-                ],
-                [4, 1, 1, 1],
-                [MATH_REGISTERS, 24, 24, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
-                    (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
-                ],
-                [4, 1, 1],
-                [MATH_REGISTERS, 24, 24],
-            )
+        # loader and adders share a warpgroup: 240 registers are left for the others
+        gl.warp_specialize(
+            [
+                (differentiate, (buffers, exchange, result, work, scale, 0, c)),
+                (differentiate, (buffers, exchange, result, work, scale, 1, c)),
+                (load_tiles, loaded),
+                (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
+                (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 1)),
+            ][: 5 if ORDERED else 4],
+            [4, 1, 1, 1] if ORDERED else [4, 1, 1],
+            [MATH_REGISTERS, 24, 24, 24] if ORDERED else [MATH_REGISTERS, 24, 24],
+        )
     else:
         fence_async_shared()
         gl.warp_specialize(

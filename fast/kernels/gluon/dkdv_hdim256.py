@@ -47,7 +47,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
     """Compute P and dv; share P, times the slope under a soft-cap."""
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS

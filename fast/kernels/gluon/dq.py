@@ -82,7 +82,7 @@ def load_tiles(descriptors, work, counter, buffers, group):
     STAGES: gl.constexpr = k.tiles.shape[0]
     V_STAGES: gl.constexpr = v.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = first_work_tile()
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)

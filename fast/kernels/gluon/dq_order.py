@@ -34,9 +34,9 @@ from canon.masks.plan_cache import cached_part, cached_plan
 
 SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
-# More CTAs of one head wait longer; more heads share fewer reads of L2. So additions to a tile of
-# dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
-# Fitted: paper/data/lists_side_by_side_h200.json.
+# CTAs of one head wait for one another; heads share few reads of L2. So additions to a tile of dq x
+# heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
+# paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 

@@ -135,7 +135,7 @@ def weights_kernel(
     COLUMNS: gl.constexpr = k_tiles.shape[2]
     q_full = make_barriers(1, 1)
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
-    fence_async_shared()  # TMA sees the initialised mbarriers
+    fence_async_shared()
 
     # this CTA's chunk; Q, and the first tiles of K
     chunk, set_ = gl.program_id(0) // sets, gl.program_id(0) % sets

@@ -288,9 +288,8 @@ def sums_kernel(
         for i in gl.static_range(STAGES * COLUMNS // 64):
             zeros = gl.zeros([M, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
             p_tiles.index(i).reshape([M, 64]).store(zeros)
-    fence_async_shared()  # TMA sees the initialised mbarriers, and the MMA the zeros
+    fence_async_shared()  # the MMA sees the zeros
     buffers = Visits(p, v_tiles)
-    # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     call = Call(
         work, tiles, sets, visits, stored, heads, DV, DV_PAD, PACK, SLICE, STAGES, CONTINUED

@@ -37,16 +37,16 @@ from canon.fast.kernels.gluon.forward_pipeline import (
     issue_output,
     issue_scores,
     release_operands,
+    visible_scores,
 )
 from canon.fast.kernels.gluon.layouts import mma_layout, per_row_layout
-from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import (
     declare_registers,
     ping_pong_arrive,
     ping_pong_wait,
     zero_rows,
 )
-from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
+from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     empty_state,
@@ -93,7 +93,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
     TOKENS: gl.constexpr = q.tiles.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = first_work_tile()
     if c.REPEAT:
         work_tile = gl.where(gl.load(counter + 1) != 0, work_tile, 0)
@@ -105,17 +105,15 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
         while span < span_end:
             slot = t % STAGES
             parity = t // STAGES & 1
-            # K of this tile
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_tile(k_desc, batch, column, key_head, k, slot)
-            if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
+            if fresh:  # after K: the last S of a previous work tile frees the buffer
                 for w in gl.static_range(c.WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
                     publish(buffers.published.index(b), work_tile)
                     load_tile(q_desc, batch, first + w * TOKENS, head, q, b)
             fresh = False
-            # V of this tile
             mbarrier.wait(v.free.index(slot), parity ^ 1)
             load_tile(v_desc, batch, column, key_head, v, slot)
             t += 1
@@ -194,7 +192,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     ``previous``.
     """
     P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
-    # needs registers, and wider heads have none to spare
+    # wider heads have no registers to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     # S of this tile and O += P V of the one before
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
@@ -210,11 +208,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     release_operands(wg, ring, tile, is_last)
 
     # the new maximum, or the old one
-    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-    if partial:
-        s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-        )
+    s = visible_scores(s, wg, tile, partial)
     m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.c.SOFTCAP)
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
@@ -230,8 +224,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         )
     # P and its sums, while O += P V runs
     p, l = exponentials(s, m_finite, wg)
-    # V is needed only in the next step. But the wait is a loop, across which the compiler moves no
-    # code: it keeps the wait for o (if not P_AFTER_O) below the exponentials.
+    # V is needed in the next step. But the compiler moves no code across this wait, a loop, so the
+    # wait for o (if not P_AFTER_O) stays below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -259,7 +253,7 @@ def write_result(o, state, wg, work_tile):
     first, stop, batch, head = position_of(wg.work, work_tile)
     batch_head = batch_head_of(wg.work, work_tile)
     first += wg.INDEX * wg.TOKENS
-    left = stop - first  # tokens left to write
+    left = stop - first
     divisor = state.l - state.excess if wg.c.STALE_MAXIMUM else state.l
     inverse, lse = results_of_sums(state.m, state.l, divisor, per_row_layout(wg.BN))
     r = gl.arange(0, wg.M, per_row_layout(wg.BN))
@@ -309,23 +303,20 @@ def forward_kernel(
     )
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
-    fence_async_shared()  # TMA sees the initialised mbarriers
+    fence_async_shared()
     buffers = Buffers(q, k, v, published)
-    # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     loaded = (q_desc, k_desc, v_desc, work, counter, buffers, group, c)
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, c)
     wg1 = Warpgroup(buffers, output, work, scale_log2, 1, c)
-    if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,))],
-            [4, 4],
-            [MATH_REGISTERS, MATH_REGISTERS],
-        )
-    else:
-        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, c)
-        gl.warp_specialize(
-            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,)), (attend, (wg2,))],
-            [4, 4, 4],
-            [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],
-        )
+    wg2 = Warpgroup(buffers, output, work, scale_log2, 2, c)
+    gl.warp_specialize(
+        [
+            (load_tiles, loaded),
+            (attend, (wg0,)),
+            (attend, (wg1,)),
+            (attend, (wg2,)),
+        ][: 1 + WARPGROUPS],
+        [4] * WARPGROUPS,
+        [MATH_REGISTERS] * WARPGROUPS,
+    )

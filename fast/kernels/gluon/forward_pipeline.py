@@ -6,7 +6,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
+from canon.fast.kernels.gluon.softcap import capped
 from canon.fast.kernels.gluon.tile_queue import SPAN
 from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction
 
@@ -119,6 +121,17 @@ def issue_scores(wg, ring, tile, IN_TURN: gl.constexpr = True):
         ping_pong_wait(wg.INDEX)
     nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
     return issue_contraction(q, k, nothing, contracted_width(wg.c.D, q.shape[1]))
+
+
+@gluon.jit
+def visible_scores(s, wg, tile, partial):
+    """Return the capped scores of a tile; if ``partial``, hidden ones are -inf."""
+    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
+    if partial:
+        s = mask_hidden(
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
+        )
+    return s
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ from canon.masks.plan_cache import cached_plan
 # below, "fused" at 8.5 and above; at width 64 with shared key heads at 4.5, too.
 MIN_VISITS = 8
 
-# If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
-# in proportion to the time of a kernel of dq over that of the message.
+# If dk and dv are sent: visits by all query heads of a key head, in proportion to the time of a
+# kernel of dq over that of the message.
 MIN_VISITS_OF_SENT = 60
 
 

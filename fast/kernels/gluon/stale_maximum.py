@@ -20,11 +20,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from canon.fast.kernels.gluon.forward_pipeline import issue_output, issue_scores, release_operands
+from canon.fast.kernels.gluon.forward_pipeline import (
+    issue_output,
+    issue_scores,
+    release_operands,
+    visible_scores,
+)
 from canon.fast.kernels.gluon.layouts import lane_sum_layout, per_row_layout
-from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, any_above
-from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
+from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     exponentials,
@@ -88,11 +92,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
-        s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-        if PARTIAL:
-            s = mask_hidden(
-                s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-            )
+        s = visible_scores(s, wg, tile.at(column), PARTIAL)
         # P with the maximum as it is
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
@@ -117,11 +117,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 def repeat_tile(state, wg, ring, tile, sums, partial):
     """Add the failed tile, with the row maximum in rows whose sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
-    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-    if partial:
-        s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-        )
+    s = visible_scores(s, wg, tile, partial)
     raised = gl.convert_layout(
         gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN)
     )
