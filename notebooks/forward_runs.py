@@ -27,8 +27,8 @@ from canon.testing.judge import Attended
 
 # 128 queries, tiles of 64 keys, two buffers of K and V
 PLAIN = Config(128, 64, 2, plain=True)
-FULL = Config(128, 64, 2, ping_pong=True)
-STALE = Config(128, 64, 2, ping_pong=True, stale_maximum=True)
+FULL = Config(128, 64, 2)
+STALE = Config(128, 64, 2, stale_maximum=True)
 
 KERNEL = forward_plain.forward_plain_kernel.fn.__name__
 _FRAMES = re.compile(r"\w+ \(\w+\.py:\d+\)(?: < \w+ \(\w+\.py:\d+\))*")

@@ -8,6 +8,8 @@ import ast
 import copy
 import textwrap
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -23,60 +25,33 @@ from canon.fast.kernels.gluon import (
 )
 from canon.fast.kernels.gluon.config import Config
 
-Branches = tuple[tuple[str, bool], ...]
+Branches = Mapping[str, bool]  # values of compile-time conditions, without "c."
 
 
 class Kernel(NamedTuple):
-    """A kernel to mutate, its configuration, head width d, and the values of its compile-time
-    conditions.
-    """
+    """A kernel to mutate, its configuration, and head width d."""
 
     function: GluonJITFunction
     config: Config
     d: int = 64
-    branches: Branches = ()
-
-
-CONDITIONS = {  # as the sources write them
-    "EARLY": ("EARLY", "not EARLY"),
-    "FUSED": ("FUSED", "c.FUSED"),
-    "HALVES": ("c.D_PAD > 64",),
-    "ORDERED": ("ORDERED", "c.ORDERED"),
-    "PING_PONG": ("PING_PONG", "wg.c.PING_PONG"),
-    "P_AFTER_O": ("P_AFTER_O", "not P_AFTER_O"),
-    "STALE_MAXIMUM": ("wg.c.STALE_MAXIMUM",),
-}
-
-
-def where(**on: bool) -> Branches:
-    """Return the values of compile-time conditions."""
-    return tuple(
-        (text, value != text.startswith("not "))
-        for name, value in on.items()
-        for text in CONDITIONS[name]
-    )
+    branches: Branches = MappingProxyType({})
 
 
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=where(PING_PONG=False, STALE_MAXIMUM=False, P_AFTER_O=False),
-    ),
-    "forward, ping-pong": Kernel(
-        forward.forward_kernel,
-        Config(128, 64, 2, ping_pong=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=False),
+        branches={"STALE_MAXIMUM": False, "P_AFTER_O": False},
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
-        Config(192, 64, 3, ping_pong=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=True),
+        Config(192, 64, 3),
+        branches={"STALE_MAXIMUM": False, "P_AFTER_O": True},
     ),
     "forward, stale maximum": Kernel(
         forward.forward_kernel,
-        Config(128, 64, 2, ping_pong=True, stale_maximum=True),
-        branches=where(PING_PONG=True, STALE_MAXIMUM=True, P_AFTER_O=False),
+        Config(128, 64, 2, stale_maximum=True),
+        branches={"STALE_MAXIMUM": True, "P_AFTER_O": False},
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
@@ -86,29 +61,29 @@ KERNELS = {
     "dkdv": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 4, 2),
-        branches=where(FUSED=False, ORDERED=False, EARLY=True),
+        branches={"FUSED": False, "ORDERED": False, "EARLY": True},
     ),
     "fused": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 128, 2),
-        branches=where(FUSED=True, HALVES=False, ORDERED=False, EARLY=False),
+        branches={"FUSED": True, "D_PAD > 64": False, "ORDERED": False, "EARLY": False},
     ),
     "fused by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=where(FUSED=True, HALVES=True, ORDERED=False, EARLY=True),
+        branches={"FUSED": True, "D_PAD > 64": True, "ORDERED": False, "EARLY": True},
     ),
     "ordered": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 3),
-        branches=where(FUSED=True, HALVES=False, ORDERED=True, EARLY=True),
+        branches={"FUSED": True, "D_PAD > 64": False, "ORDERED": True, "EARLY": True},
     ),
     "ordered by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=where(FUSED=True, HALVES=True, ORDERED=True, EARLY=True),
+        branches={"FUSED": True, "D_PAD > 64": True, "ORDERED": True, "EARLY": True},
     ),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
@@ -159,7 +134,7 @@ SURVIVORS = {
 SURVIVORS["dq, one V"] = {
     mutant: why for mutant, why in SURVIVORS["dq"].items() if why != HELD_BACK
 } | {"load_tiles: mbarrier.wait(dout.free.index(w), done & 1 ^ 1) is left out": ONE_V}
-for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):
+for forwards in ("forward by three", "forward, stale maximum"):
     SURVIVORS[forwards] = SURVIVORS["forward"]
 for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
     SURVIVORS[fused] = SURVIVORS["dkdv"]
@@ -219,7 +194,7 @@ class Mutation(ast.NodeTransformer):
     """
 
     def __init__(self, branches: Branches, number: int):
-        self.branches, self.number = dict(branches), number
+        self.branches, self.number = branches, number
         self.source = ""
         self.changes: list[str] = []
         self.names: list[str] = []
@@ -229,11 +204,16 @@ class Mutation(ast.NodeTransformer):
         conditions = (
             test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
         )
-        known = [self.branches.get(ast.unparse(condition)) for condition in conditions]
+        known = [self.known(condition) for condition in conditions]
         taken = [] if False in known else node.body
         for statement in taken if all(known) else [*taken, *node.orelse]:
             self.visit(statement)
         return node
+
+    def known(self, test: ast.expr) -> bool | None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return None if (value := self.known(test.operand)) is None else not value
+        return self.branches.get(ast.unparse(test).rpartition(".")[2])
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
         self.names.append(node.id)

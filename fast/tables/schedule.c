@@ -1,17 +1,18 @@
-/* Tile schedules in C: what `tile_scheduler.py` defines in NumPy, bit for bit. Continues `tables.c`.
+/* Tile schedules of the Hopper kernels, for `tile_scheduler.py`. Continues `tables.c`.
  *
  *   order(tiles, spans, repeat, partial, fixed, regions)
- *       -> (order, cost, visited tiles)      `tile_costs` and `_longest_first`, of tiles with spans, as bytearrays
+ *       -> (order, cost, visited tiles)      of tiles with spans, as bytearrays; the cost is that of `tile_costs`
  *   write_schedule(work, tiles, spans, order, cost, sets, together, pack, heads, repeat, full_first, ctas, late,
  *                  last_sets, sms, short, gain)
- *       fills `work`: `_serialised`, `_full_first`, `_late_ctas_get_short_ones` or `_even_ends`
+ *       fills `work`: the header, the work tiles and the spans that `tile_queue` reads
  *
- * Arrays are contiguous: int64 (tiles, order), int32 (spans, work) and float64 (cost). Sums are in the order of
- * `np.cumsum`. Products of floats are volatile, so that no compiler contracts one into a fused multiply-add.
+ * Arrays are contiguous: int64 (tiles, order), int32 (spans, work) and float64 (cost). Products of floats are volatile:
+ * fused multiply-adds of some compilers would give another order, and other bits of ordered dq.
  */
 
 /* ------------------------------------------------------------------ the order */
-/* Write the active tiles to `order`, by region and the longest first, as `_longest_first`; and their costs. */
+/* Write the active tiles to `order`, the longest first, and their costs. Regions of rows follow one another, that of the
+ * longest tile first. */
 static i64 longest_first(const i64 *tiles, i64 n, const double *cost, i64 regions, i64 *order, double *in_order) {
   i64 *by_cost = array(n, sizeof(i64)), *region = array(n, sizeof(i64)), most = 1, active = 0;
   i64 *ranked = array(regions + 1, sizeof(i64)), *place = zeros(regions + 1, sizeof(i64));
@@ -96,7 +97,7 @@ static i64 number_of(const Order *o, Place x) {
   return ((i64)x.owner / o->together * o->n + x.tile) * o->together + x.owner % o->together;
 }
 
-/* Write the order of `_late_ctas_get_short_ones` for `ctas` CTAs, of which the last `late` start late. */
+/* Move every second short work tile to the last `late` of `ctas` CTAs, which start late if NCCL holds SMs. */
 static int late_order(const Order *o, i64 ctas, i64 late, Place *order) {
   char *moved = zeros(places(o), 1);
   i64 found = 0;
@@ -112,7 +113,8 @@ static int late_order(const Order *o, i64 ctas, i64 late, Place *order) {
   return 0;
 }
 
-/* Write the order of `_short_ones_last` from `first_set` on. `total`: of all costs. */
+/* Write the order with the shortest work tiles from `first_set` on at the end, `share` of the `total` cost, the longest of
+ * them first. */
 static int short_ones_last(const Order *o, i64 first_set, double total, Place *order) {
   i64 number = places(o), last = number, first = first_set * o->together, stop = o->sets * o->together;
   volatile double limit = o->share * total;
@@ -142,7 +144,7 @@ static int short_ones_last(const Order *o, i64 first_set, double total, Place *o
   return 0;
 }
 
-/* `_latest` of the work tiles in this order. */
+/* Return an upper bound of `time_of`. */
 static double latest(const Order *o, const Place *order) {
   double sum = 0, found = 0;
   for (i64 i = 0; i < places(o); i++) {
@@ -154,7 +156,7 @@ static double latest(const Order *o, const Place *order) {
   return found;
 }
 
-/* `_time`: a heap of the times at which the multiprocessors end. */
+/* Return when the last multiprocessor ends, if each claims the next work tile when it ends one: by a heap of their times. */
 static double time_of(const Order *o, const Place *order) {
   double ends[o->sms], found = 0;
   memset(ends, 0, sizeof(ends));
@@ -174,7 +176,8 @@ static double time_of(const Order *o, const Place *order) {
 
 static i64 tries(const Order *o, i64 last_sets) { return o->sets <= last_sets ? 1 : last_sets - 1; }
 
-/* Change the order to that of `_even_ends`, where it gains. */
+/* Move the shortest work tiles to the end, if that saves more than `gain` of the time: of all sets if they are at most
+ * `last_sets`, else of as few (at least two) as come within half of `gain` of the best. */
 static int even_order(const Order *o, i64 last_sets, Place *order) {
   Place *room = array(tries(o, last_sets) * places(o), sizeof(Place));
   double total = 0, before, times[MOST_TRIES], best;

@@ -14,7 +14,7 @@ from sharded import DEVICE
 from canon import Band, Mask, fast
 from canon.faces import public_decode
 from canon.fast import decode_in_order
-from canon.fast.kernels.gluon import few_queries_launch, launch
+from canon.fast.kernels.gluon import launch
 from canon.testing import process_groups
 
 pytestmark = HOPPER_ONLY
@@ -159,6 +159,6 @@ def test_only_few_queries_on_hopper_kernels():
         assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
         assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_decode.keys_travel
         assert decode_in_order.in_order(q[:, :0], k, k) is public_decode.keys_travel
-        more = torch.empty(1, few_queries_launch.MOST_QUERIES + 1, 2, 64, dtype=torch.bfloat16)
+        more = torch.empty(1, launch.MOST_QUERIES + 1, 2, 64, dtype=torch.bfloat16)
         assert decode_in_order.in_order(more, k, k) is public_decode.keys_travel
     assert decode_in_order.in_order(q, k, k) is public_decode.keys_travel

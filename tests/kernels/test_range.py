@@ -24,12 +24,12 @@ pytestmark = [
 ]
 LOG2E = 1.4426950408889634
 # computes P before its maximum
-STALE = HopperConfig(128, 128, 3, ping_pong=True, stale_maximum=True)
+STALE = HopperConfig(128, 128, 3, stale_maximum=True)
 BACKENDS = {
     "triton": ("triton", None),
-    "gluon": ("gluon", HopperConfig(128, 128, 3, ping_pong=True)),
+    "gluon": ("gluon", HopperConfig(128, 128, 3)),
     "gluon, stale maximum": ("gluon", STALE),
-    "gluon, by three": ("gluon", HopperConfig(192, 128, 4, 2, ping_pong=True, stale_maximum=True)),
+    "gluon, by three": ("gluon", HopperConfig(192, 128, 4, 2, stale_maximum=True)),
 }
 
 

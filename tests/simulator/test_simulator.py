@@ -29,39 +29,27 @@ def box(x):
 
 @gluon.jit
 def add_box(target, coordinates, tile):
-    gl.static_assert(False, "what is registered stands for this")
+    pass  # `simulator.reduce_add` stands for it
 
 
 simulator.register(add_box, simulator.reduce_add)
 
 
 @gluon.jit
-def copy_kernel(source, target, row, column, HOW: gl.constexpr):
+def copy_kernel(source, target, column, HOW: gl.constexpr):
     tile = gl.allocate_shared_memory(source.dtype, source.block_type.shape, source.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     fence_async_shared()
     for i in range(2):
         mbarrier.expect(full, source.block_type.nbytes)
-        tma.async_copy_global_to_shared(source, [row + 64 * i, column], full, tile)
+        tma.async_copy_global_to_shared(source, [64 * i, column], full, tile)
         mbarrier.wait(full, i & 1)
-        if HOW == "stored" or HOW == "stored and fenced":
+        if HOW == "stored":
             tile.store(tile.load(BLOCKED))
-        if HOW == "stored and fenced":
-            fence_async_shared()
         add_box(target, [64 * i, 0], tile)
         if HOW != "not waited for":
             tma.store_wait(0)
-
-
-@every_interleaving
-@pytest.mark.parametrize("how", ["loaded", "stored and fenced"])
-def test_tma_moves_boxes_with_zeros_around_the_tensor(how, order, seed):
-    x = numbers(100, 3, 64)[:, 1]
-    y = torch.ones(110, 64, dtype=torch.bfloat16)
-    with simulated_kernels.simulated(order, seed):
-        copy_kernel[(1,)](box(x), box(y), -10, 8, HOW=how, num_warps=4)
-    assert torch.equal(y, torch.nn.functional.pad(x[:, 8:], (0, 8, 10, 0)) + 1)
 
 
 @gluon.jit
@@ -104,7 +92,7 @@ def test_faults_of_tma_are_found(how, order, seed):
         simulated_kernels.simulated(order, seed),
         pytest.raises(simulator.Fault, match=FAULTS_OF_TMA[how]),
     ):
-        copy_kernel[(1,)](box(x), box(x.clone()), 0, column, HOW=how)
+        copy_kernel[(1,)](box(x), box(x.clone()), column, HOW=how)
 
 
 @gluon.jit

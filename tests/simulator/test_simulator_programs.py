@@ -9,30 +9,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from canon import simulator
+from canon.fast.kernels.gluon.ptx import load_acquire, named_barrier
+from canon.testing import simulated_kernels
 
 FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def named(KIND: gl.constexpr, ID: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"bar.{KIND} {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def alternate(log, count, W: gl.constexpr, HOW: gl.constexpr):
     if W == 1 and HOW != "no first":
-        named("arrive", 8)
+        named_barrier("arrive", 8)
     for i in range(3):
         if HOW != "unordered":
-            named("sync", 8 + W)
+            named_barrier("sync", 8 + W)
         gl.store(log + gl.atomic_add(count, 1), i * 2 + W)
         if HOW != "unordered":
-            named("arrive", 9 - W)
+            named_barrier("arrive", 9 - W)
     if W == 0 and HOW != "no last":
-        named("sync" if HOW != "unknown" else "red", 8)
-    gl.static_assert(W == 0 or HOW != "failing", "a worker fails")
+        named_barrier("sync", 8)
+    if W == 1 and HOW == "failing":
+        gl.store(log + 6, 0)
 
 
 @gluon.jit
@@ -44,7 +40,7 @@ def alternate_kernel(log, count, HOW: gl.constexpr):
 
 def alternations(order, seed, how=""):
     log, count = torch.full((6,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    with simulator.simulated(order, seed):
+    with simulated_kernels.simulated(order, seed):
         alternate_kernel[(1,)](log, count, HOW=how)
     return log.tolist()
 
@@ -73,9 +69,9 @@ def test_seeds_draw_interleavings_and_repeat_them():
 @gluon.jit
 def relay_kernel(baton, seen, FAULT: gl.constexpr):
     me = gl.program_id(0)
-    holder = gl.load(baton, volatile=True)
+    holder = load_acquire(baton)
     while holder != me:
-        holder = gl.load(baton, volatile=True)
+        holder = load_acquire(baton)
     gl.store(seen + me, holder)
     if FAULT != "lost" or me != 2:
         gl.store(baton, me + 1)
@@ -84,11 +80,11 @@ def relay_kernel(baton, seen, FAULT: gl.constexpr):
 @pytest.mark.parametrize("seed", range(5))
 def test_programs_may_wait_for_one_another(seed):
     baton, seen = torch.zeros(1, dtype=torch.int32), torch.full((5,), -1, dtype=torch.int32)
-    with simulator.simulated(seed=seed):
+    with simulated_kernels.simulated(seed=seed):
         relay_kernel[(5,)](baton, seen, "")
     assert seen.tolist() == [0, 1, 2, 3, 4]
     with (
-        simulator.simulated(seed=seed),
+        simulated_kernels.simulated(seed=seed),
         pytest.raises(simulator.Deadlock, match="has found 2 .* nobody changes it"),
     ):
         relay_kernel[(5,)](baton.zero_(), seen, "lost")
@@ -96,12 +92,5 @@ def test_programs_may_wait_for_one_another(seed):
 
 @every_interleaving
 def test_a_partition_that_fails_ends_all(order, seed):
-    with pytest.raises(AssertionError, match="a worker fails"):
+    with pytest.raises(simulator.Fault, match="store of element 6 of 6"):
         alternations(order, seed, "failing")
-
-
-def test_inline_assembly_other_than_named_barriers_is_refused():
-    with pytest.raises(
-        NotImplementedError, match="inline assembly 'bar.red 8, 256.* is not simulated"
-    ):
-        alternations("late", 0, "unknown")

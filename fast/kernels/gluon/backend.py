@@ -1,4 +1,4 @@
-"""The declaration of the Gluon backend: Hopper, elements of two bytes, widths of `config.TABLE`."""
+"""The Gluon backend: Hopper, elements of two bytes, widths of `config.TABLE`."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-the others."""
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", else keys x
+queries."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,6 @@ class Config:
     columns: int
     stages: int  # buffers in the ring of visited tiles
     buffers: int = 1  # of owned tiles: 2 load the next work tile's during this one
-    ping_pong: bool = False  # "forward": exponentials overlap MMAs of another warpgroup
     stale_maximum: bool = False  # "forward": P uses a stale row maximum, verified afterwards
     plain: bool = False  # "forward": the kernel of `forward_plain`
     v_stages: int = 0  # "dq": buffers in the ring of V; 0 for ``stages``
@@ -35,10 +34,10 @@ CAPABILITY = 9, 0
 DTYPES = torch.bfloat16, torch.float16
 Widths = tuple[int, int]
 TABLE: dict[tuple[str, Widths], Config] = {
-    ("forward", (64, 64)): Config(128, 128, 4, 2, ping_pong=True),
-    ("forward", (128, 128)): Config(128, 128, 3, ping_pong=True),
-    ("forward", (256, 128)): Config(128, 64, 3, ping_pong=True),
-    ("forward", (256, 256)): Config(128, 64, 2, ping_pong=True),
+    ("forward", (64, 64)): Config(128, 128, 4, 2),
+    ("forward", (128, 128)): Config(128, 128, 3),
+    ("forward", (256, 128)): Config(128, 64, 3),
+    ("forward", (256, 256)): Config(128, 64, 2),
     ("dq", (64, 64)): Config(128, 128, 4),
     ("dq", (128, 128)): Config(128, 128, 2),
     ("dq", (256, 128)): Config(128, 64, 2),
@@ -50,14 +49,14 @@ TABLE: dict[tuple[str, Widths], Config] = {
     ("fused", (64, 64)): Config(128, 128, 2),
     ("fused", (128, 128)): Config(128, 64, 2),
 }
-# For queries that see more tiles of keys than the number (`launch.tiles_seen`).
+# For queries that see more tiles of keys than so many (`launch.tiles_seen`).
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", pads): {few: replace(TABLE["forward", pads], stale_maximum=True)}
     for pads, few in {(64, 64): 3, (128, 128): 6, (256, 128): 3, (256, 256): 3}.items()
 }
 LONG_TABLE["forward", (64, 64)][6] = replace(LONG_TABLE["forward", (64, 64)][3], rows=192)
 TILES_SEEN = sorted({few for table in LONG_TABLE.values() for few in table})
-# For the kernel of `forward_plain`, which tests and measurements force.
+# Of `forward_plain`, if forced.
 PLAIN: dict[Widths, Config] = {
     (64, 64): Config(128, 128, 4, plain=True),
     (128, 128): Config(128, 128, 3, plain=True),
@@ -72,7 +71,7 @@ backend.FORCED.append(FORCED)
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths, with 1 KB for barriers."""
+    """Return the bytes of shared memory, with 1 KB for barriers."""
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
@@ -84,7 +83,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
-    """Return the padded widths that the kernel supports for widths d and dv, or []."""
+    """Return the padded widths of the kernel that hold widths d and dv."""
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
@@ -93,7 +92,7 @@ def choose(
 ) -> tuple[Config, int, int]:
     """Return the configuration and the padded widths, or raise ValueError.
 
-    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, with at most ``most_rows`` rows."""
+    ``seen``: mean tiles that a query sees; ``most_rows``: of the configurations of `LONG_TABLE`."""
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))
@@ -101,25 +100,19 @@ def choose(
             f"the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use "
             'backend("triton")'
         )
-    pads = min(fitting, key=sum)
-    long_table = LONG_TABLE.get((kernel, pads), {})
-    suiting = [
-        config for few, config in long_table.items() if seen > few and config.rows <= most_rows
-    ]
+    pads, least = min(fitting, key=sum), 1 + (kernel == "forward")
+    longer = LONG_TABLE.get((kernel, pads), {}).items()
+    suiting = [config for few, config in longer if seen > few and config.rows <= most_rows]
     config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
-    if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
-        least = (
-            ("2 stages: it waits for V of a tile before it releases the previous V")
-            if kernel == "forward"
-            else "1 stage"
-        )
+    plain = Config(128, config.columns, config.stages, plain=True)
+    if (
+        config.rows not in ROWS[kernel]
+        or config.stages < least  # the forward waits for V of a tile before it releases the last V
+        or (config.plain and config != plain)
+    ):
         raise ValueError(
-            f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least "
-            f"{least}; got {config}"
-        )
-    if config.plain and config != Config(128, config.columns, config.stages, plain=True):
-        raise ValueError(
-            f"the plain forward kernel has 128 rows, one buffer of Q and no switches; got {config}"
+            f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least {least} stages, "
+            f"and the plain forward 128 rows, one buffer of Q and no switches; got {config}"
         )
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(

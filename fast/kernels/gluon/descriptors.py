@@ -28,7 +28,7 @@ def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 def descriptor_fields(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
 ) -> dict:
-    """Return the other fields of a descriptor, cached: Triton's checks are slow."""
+    """Return its other fields, cached: Triton's checks are slow."""
     width = min(128, block[-1] * dtype.itemsize)
     layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
     strided = descriptor_strides(dtype, shape, strides)
@@ -39,7 +39,7 @@ def descriptor_fields(
 def descriptor_strides(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
 ) -> list[int]:
-    """Return the strides; for axes of length 1, as if x were contiguous."""
+    """Return the strides; for axes of length 1, those of a contiguous x."""
     inner, made = padded_width(dtype, shape), [1]
     for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
         made.insert(0, stride if n > 1 else inner)
@@ -48,7 +48,7 @@ def descriptor_strides(
 
 
 def empty_for_tma(x: Tensor) -> Tensor:
-    """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
+    """Return an empty tensor like x (b, t, h, d) that TMA can load."""
     return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
 
 

@@ -11,9 +11,8 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dK += dS Q
     fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
-Each warpgroup holds dK and dV of half of the keys. Where the time of a tile goes:
-paper/backward_on_hopper.md. Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; S^T in
-registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
+Each warpgroup holds dK and dV of half of the keys. Measurements: paper/backward_on_hopper.md.
+Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; Shah et al., FlashAttention-3 (2024)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -87,10 +86,8 @@ class Constants:
 @aggregate
 class Buffers:
     """Rings of the visited ``q``, ``dout``, ``lse``, ``delta`` (negative), and the owned ``k``,
-    ``v``.
-
-    Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share
-    ``free``."""
+    ``v``. Barriers of q also guard lse, of dout delta, ``full`` of k ``published``.
+    """
 
     q: Ring
     dout: Ring
@@ -103,7 +100,7 @@ class Buffers:
 
 @gluon.jit
 def make_buffers(descriptors, c, READERS: gl.constexpr):
-    """Allocate the buffers; READERS partitions read and release a published work tile."""
+    """Allocate the buffers. READERS partitions release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout = allocate_tiles(q_desc, c.STAGES), allocate_tiles(dout_desc, c.STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.COLUMNS], stats_desc.layout)
@@ -120,12 +117,12 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
 # ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, group, c):
-    """Load Q, lse, dO and delta of every visited tile (the loader); K after the first Q and V after
-    the first dO, as their buffers are freed late. ``padded``: tokens in a row of statistics.
+    """Load Q, lse, dO and delta of every visited tile (the loader); K after the first Q, V after
+    the first dO: their buffers are freed late. ``padded``: tokens in a row of statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = claim_any_work_tile(work, counter, True, c.ORDERED)
     while work_tile > 0:
         first, _, batch, owner = position_of(work, work_tile)
@@ -149,7 +146,6 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
                 mbarrier.wait(k.free.index(b), (done // c.BUFFERS & 1) ^ 1)
                 publish(buffers.published.index(b), work_tile)
                 load_tile(k_desc, batch, first, key_head, k, b)
-            # dO and delta
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
             mbarrier.expect(
                 dout.full.index(slot), dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
@@ -160,7 +156,6 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
                 load_tile(v_desc, batch, first, key_head, v, b)
-            # the next tile, perhaps of the next head
             fresh = False
             t += 1
             before = span
@@ -178,13 +173,13 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
 # ------------------------------------------------------------------ the warpgroups
 @gluon.constexpr_function
 def early(columns):
-    """Return whether registers suffice to load lse before S^T is issued; later loads are slow."""
+    """Return whether registers suffice to load lse before S^T is issued."""
     return columns <= 64
 
 
 @gluon.jit
 def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, c):
-    """Issue S^T = K Q^T and dP^T = V dO^T - delta; wait for S^T only. Return S^T, dP^T and lse."""
+    """Issue S^T and dP^T = V dO^T - delta; wait for S^T only. Return both and lse."""
     LAYOUT: gl.constexpr = per_column_layout(c.COLUMNS)
     EARLY: gl.constexpr = early(c.COLUMNS)
     mbarrier.wait(buffers.dout.full.index(slot), parity)
@@ -213,7 +208,7 @@ def hide_weights(p, bent, work, span, row, column, c):
 
 @gluon.jit
 def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, c):
-    """Compute dk and dv of the keys of warpgroup W for every work tile."""
+    """Compute dk and dv of the keys of warpgroup W."""
     N: gl.constexpr = c.ROWS // 2
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([N, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
@@ -322,8 +317,8 @@ def dkdv_kernel(
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of o owners with ``heads`` query
-    heads, of ``group`` that share a key head. ``stats_desc``: flat row statistics. ORDERED: zeros,
-    the semaphores (b, h, dq_tiles), follow ``counter``.
+    heads, of ``group`` that share a key head. ORDERED: zeros, the semaphores (b, h, dq_tiles),
+    follow ``counter``.
     """
     COLUMNS: gl.constexpr = q_desc.block_type.shape[1]
     D_PAD: gl.constexpr = q_desc.block_type.shape[3]
@@ -343,30 +338,18 @@ def dkdv_kernel(
         exchange = make_exchange(q_desc.dtype, dq_desc, c)
         semaphores = counter + 1
         fence_async_shared()
-        if ORDERED:
-            # loader and adders share a warpgroup: 240 registers are left for the others
-            gl.warp_specialize(
-                [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
-                    (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 1)),
-                ],
-                [4, 1, 1, 1],
-                [MATH_REGISTERS, 24, 24, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
-                    (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
-                ],
-                [4, 1, 1],
-                [MATH_REGISTERS, 24, 24],
-            )
+        # loader and adders share a warpgroup: 240 registers are left for the others
+        gl.warp_specialize(
+            [
+                (differentiate, (buffers, exchange, result, work, scale, 0, c)),
+                (differentiate, (buffers, exchange, result, work, scale, 1, c)),
+                (load_tiles, loaded),
+                (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
+                (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 1)),
+            ][: 5 if ORDERED else 4],
+            [4, 1, 1, 1] if ORDERED else [4, 1, 1],
+            [MATH_REGISTERS, 24, 24, 24] if ORDERED else [MATH_REGISTERS, 24, 24],
+        )
     else:
         fence_async_shared()
         gl.warp_specialize(

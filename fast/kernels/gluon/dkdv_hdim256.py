@@ -6,8 +6,8 @@
     warpgroup of dK        dP^T = V dO^T - delta                     while the other one computes P
                            dS = P * dP,  dK += dS Q                  dS stays in registers
 
-Each slot of Q has a buffer of P, which its ``free`` guards too: the warpgroup of dK reads P before
-it releases Q. Source: flash-attention pull request 2889 (2025)."""
+``free`` of a slot of Q guards its buffer of P, too. Source: flash-attention pull request 2889
+(2025)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,10 +44,10 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @gluon.jit
 def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
-    """Compute P and dv of every work tile; share P, times the slope under a soft-cap."""
+    """Compute P and dv; share P, times the slope under a soft-cap."""
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS
@@ -89,7 +89,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
 
 @gluon.jit
 def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
-    """Compute dP, dS and dk of every work tile, with the other warpgroup's P."""
+    """Compute dP, dS and dk with the other warpgroup's P."""
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
     t, done = 0, 0
     work_tile = receive_after(buffers.published, buffers.k.full, 0)

@@ -6,9 +6,8 @@ of keys.
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. V is free after dP, K only at the end of the tile, so
-V may have fewer buffers (``v_stages``). Sources: as `dkdv`; a kernel for dq alone: jax-ml/
-jax-triton, pull request 177."""
+Each of two warpgroups owns half of the rows. V is free after dP, so it may have fewer buffers than
+K (``v_stages``). Sources: as `dkdv`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -63,8 +62,8 @@ class Constants:
 
 @aggregate
 class Buffers:
-    """The owned ``q`` and ``dout`` of each warpgroup, and rings of ``k`` and ``v``. Barriers of q
-    also guard ``published``.
+    """The owned ``q`` (its barriers also guard ``published``) and ``dout`` of each warpgroup, and
+    rings of ``k`` and ``v``.
     """
 
     q: Ring
@@ -83,7 +82,7 @@ def load_tiles(descriptors, work, counter, buffers, group):
     STAGES: gl.constexpr = k.tiles.shape[0]
     V_STAGES: gl.constexpr = v.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = first_work_tile()
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)
@@ -120,7 +119,7 @@ def load_tiles(descriptors, work, counter, buffers, group):
 def load_statistics(
     stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr
 ):
-    """Return lse (base 2) and -delta as columns with M rows, 0 from token ``stop`` on."""
+    """Return lse (base 2) and -delta as columns, 0 from token ``stop`` on."""
     r = gl.arange(0, M, per_row_layout(BN))
     at = stats + (batch_head * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
     inside = r // PACK < stop - first
@@ -131,7 +130,7 @@ def load_statistics(
 
 @gluon.jit
 def issue_scores(q, dout, k, v, zeros, buffers, t, D: gl.constexpr):
-    """Issue S = Q K^T and dP = dO V^T of tile t; wait for S only. Return both."""
+    """Issue S = Q K^T and dP = dO V^T; wait for S only. Return both."""
     STAGES: gl.constexpr = buffers.k.tiles.shape[0]
     V_STAGES: gl.constexpr = buffers.v.tiles.shape[0]
     mbarrier.wait(buffers.k.full.index(t % STAGES), t // STAGES & 1)
@@ -143,7 +142,7 @@ def issue_scores(q, dout, k, v, zeros, buffers, t, D: gl.constexpr):
 
 @gluon.jit
 def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, c):
-    """Compute dq of the rows of warpgroup W for every work tile."""
+    """Compute dq of the rows of warpgroup W."""
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = buffers.q.tiles.shape[2]
     PACK: gl.constexpr = buffers.q.tiles.shape[3]

@@ -7,19 +7,18 @@ float32 dq in global memory.
 
 With D = 128 each warpgroup computes 64 columns of dQ, with D = 64 all columns of every second tile.
 
-**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by
+**The dq semaphore** (ORDERED), an int32 for each tile of dq, fixes the order of additions by
 tickets (`dq_order`). For each tile an adder does (if not ORDERED, only 3 to 5):
 
-    1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
-    2. `fence_async_global`: without it, the acquire would not order TMA
+    1. poll the semaphore (`load_acquire`) until it holds the predecessor's ticket
+    2. `fence_async_global`: the acquire alone does not order TMA
     3. wait for dq_full
-    4. start the addition of each part (64 columns) by TMA (`tma_reduce_add`)
+    4. start the addition of each part by TMA (`tma_reduce_add`)
     5. once TMA has read shared memory, arrive at dq_free
-    6. `wait_for_reductions`: without it, step 7 would publish an addition in flight
-    7. write its own ticket with `store_release`
+    6. `wait_for_reductions`: step 7 may not publish an addition in flight
+    7. write its own ticket (`store_release`)
 
-These round trips to L2 last about as long as the MMAs of a tile. So two adders take turns, each
-with one buffer of dQ."""
+This takes about as long as the MMAs of a tile, so two adders take turns, each with one buffer."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,12 +50,12 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 class DqExchange:
     """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts.
 
-    dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that
-    reads it is complete.
+    dS needs no barrier ``free``: every MMA that reads dS of tile t - 2 is complete before a
+    warpgroup overwrites it.
 
         D_PAD = 128    Both read it, and arrive at ds_full of tile t - 1 after this MMA.
-        D_PAD = 64     One reads it. It completes this MMA before it writes dS, and before it
-                       arrives at ds_full of tile t - 1, where the other one waits."""
+        D_PAD = 64     One reads it. It completes this MMA before it arrives at ds_full of tile
+                       t - 1, where the other one waits."""
 
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
@@ -78,7 +77,7 @@ def make_exchange(dtype: gl.constexpr, dq_desc, c):
 # ------------------------------------------------------------------ the warpgroups
 @gluon.jit
 def share_ds(ds, exchange, t, W: gl.constexpr):
-    """Write the rows of dS of warpgroup W to shared memory."""
+    """Write this warpgroup's rows of dS to shared memory."""
     exchange.ds.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(exchange.ds_full.index(t % 2), count=1)
@@ -86,7 +85,7 @@ def share_ds(ds, exchange, t, W: gl.constexpr):
 
 @gluon.jit
 def issue_dq(k, column, exchange, t):
-    """Issue the MMA of 64 columns of dQ (rows of dQ^T = K^T dS), from ``column`` on."""
+    """Issue the MMA of 64 columns of dQ (rows of dQ^T), from ``column`` on."""
     BN: gl.constexpr = exchange.ds.shape[2]
     mbarrier.wait(exchange.ds_full.index(t % 2), t // 2 & 1)
     zeros = gl.zeros([64, BN], gl.float32, mma_layout(BN))
@@ -98,7 +97,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write part PART (64 columns) of dQ to shared memory, transposed: without bank conflicts."""
+    """Write 64 columns of dQ to shared memory, transposed: without bank conflicts."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
@@ -129,7 +128,7 @@ def adders(ordered):
 
 @gluon.jit
 def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, ADDER: gl.constexpr):
-    """Add the tiles of dQ ADDER + n ADDERS that the CTA visits to global memory (an adder warp)."""
+    """Add the tiles ADDER + n ADDERS of dQ to global memory (an adder warp)."""
     ADDERS: gl.constexpr = adders(c.ORDERED)
     PARTS: gl.constexpr = exchange.dq.shape[0] // 2
     t, before, done = ADDER, 0, 0  # the next tile to add, tiles of earlier spans, work tiles done

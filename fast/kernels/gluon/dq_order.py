@@ -14,12 +14,11 @@ schedule that visits this tile (0 if none). Then it writes its own.
 **Same bits.** Predecessors follow from the mask and the shapes alone. A span whose tiles have
 different predecessors is cut (C above); its pieces keep one ticket.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. So a CTA
-that runs has the first unfinished one, or claims it next; its predecessors are finished, or earlier
-in itself.
+**No deadlock.** CTAs claim all work tiles in the order of the schedule. So the first unfinished one
+is running or claimed next, and its predecessors are finished, or earlier in itself.
 
-Source: FlashAttention-3's deterministic backward (Shah et al., 2024, its code). What the order
-costs: paper/backward_on_hopper.md."""
+Source: FlashAttention-3's deterministic backward (Shah et al., 2024). What the order costs:
+paper/backward_on_hopper.md."""
 
 from heapq import heapreplace
 from operator import itemgetter
@@ -35,9 +34,9 @@ from canon.masks.plan_cache import cached_part, cached_plan
 
 SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
-# More CTAs of one head wait longer; more heads share fewer reads of L2. So additions to a tile of
-# dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
-# Fitted: paper/data/lists_side_by_side_h200.json.
+# CTAs of one head wait for one another; heads share few reads of L2. So additions to a tile of dq x
+# heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
+# paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
@@ -60,8 +59,8 @@ LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads (the query heads of a key head) are in flight: as many as fit
-    the L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
+    """Return how many groups of heads (query heads of a key head) are in flight: as many as fit the
+    L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
     """
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
@@ -78,11 +77,10 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
 def alternation(
     cells: Cells, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int
 ) -> tuple[int, float] | None:
-    """Return how many groups of heads are in flight, and the cost of the order (share of the time).
-    None, not to alternate: few work tiles add to one tile of dq, or all are about equally long.
+    """Return how many groups of heads are in flight, and the cost of the order (share of the time);
+    None if few work tiles add to one tile of dq, or all are about equally long.
 
-    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
-    """
+    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
     costs = tile_costs(cells, rows, columns, True, repeat, columns)
     cost = costs.cost[costs.active]
     if (
@@ -114,9 +112,9 @@ def idle_end(cost: np.ndarray) -> float:
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of SMS / together short and long work tiles
-    alternating: the shortest ascending, the longest after them descending.
-
-    Causal work tiles all end at the last query, so this staggers starts and ends."""
+    alternating: the shortest ascending, then the longest descending. Causal work tiles all end at
+    the last query, so this staggers starts and ends.
+    """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long or the short ones
@@ -124,7 +122,7 @@ def alternate(order: np.ndarray, together: int) -> np.ndarray:
 
 
 def mean_additions(spans: np.ndarray, columns: int) -> float:
-    """Return the mean number of work tiles that add to one tile of dq."""
+    """Return how many work tiles add to a mean tile of dq."""
     last = int((spans[:, 0] + columns * spans[:, 1]).max(initial=columns))
     return columns * float(spans[:, 1].sum()) / last
 
@@ -142,7 +140,7 @@ def ordered_dq_pays(
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads count over the batch.
 
-    ``sends``: dk and dv are sent to other ranks, which "split" does during its kernel of dq."""
+    ``sends``: "split" sends dk and dv to other ranks during its kernel of dq."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     each = query_heads // key_heads
     least = MIN_VISITS_OF_NARROW if width == 64 and each > 1 else MIN_VISITS[width]
@@ -163,46 +161,25 @@ def ordered_dq_pays(
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut spans where the predecessor changes. Return them, begin and end for each work tile, and
-    the tickets (predecessor's, own).
-
-    ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles."""
-    number = (end - begin)[order]
-    work_tile, place = counted(number)
+    """Cut spans where the predecessor changes. Return them, begin and end for each tile, and the
+    tickets (predecessor's, own). ``order``: one head's tiles.
+    """
+    work_tile, place = counted((end - begin)[order])
     along = spans[begin[order][work_tile] + place]
-    first = along[:, 0] // columns
-    stop = first + along[:, 1]
-    n, width = len(along), int(stop.max(initial=0)) + 1
-    # where a span starts or ends between two tiles of dq, the next one that covers both is cut
-    boundary, after = np.concatenate([first, stop]), np.tile(np.arange(1, n + 1), 2)
-    cut = _next_covering_interval(first + 1, stop, boundary, after)
-    pieces = np.concatenate([np.arange(n) * width + first, (cut * width + boundary)[cut < n]])
-    span, column = np.divmod(np.unique(pieces), width)
-    previous = n - _next_covering_interval(first[::-1], stop[::-1], column, n - span)
-    tickets = np.stack([previous, span + 1], 1)
-    cut_spans = along[span]
-    is_last = np.append(span[1:] != span[:-1], True)[: len(span)]
-    cut_spans[:, 0] = columns * column
-    cut_spans[:, 1] = np.where(is_last, stop[span], np.append(column[1:], 0)[: len(span)]) - column
+    first, stop = along[:, 0] // columns, along[:, 0] // columns + along[:, 1]
+    holds = np.zeros(stop.max(initial=0), np.int64)  # the ticket that each tile of dq holds
+    pieces = []  # span, first tile of dq, predecessor's ticket
+    for i, (start, end_) in enumerate(zip(first.tolist(), stop.tolist(), strict=True)):
+        held = holds[start:end_]
+        pieces.append((i, start, held.item(0)))
+        for at in (held[1:] != held[:-1]).nonzero()[0].tolist():
+            pieces.append((i, start + at + 1, held.item(at + 1)))
+        held.fill(i + 1)
+    span, column, previous = np.array(pieces, np.int64).reshape(-1, 3).T
+    made, last = along[span], np.append(span[1:] != span[:-1], True)[: len(span)]
+    made[:, 0] = columns * column
+    made[:, 1] = np.where(last, stop[span], np.append(column[1:], 0)[: len(span)]) - column
     ends = np.cumsum(np.bincount(work_tile[span], minlength=len(order)))
     new_begin, new_end = np.zeros_like(begin), np.zeros_like(end)
     new_begin[order], new_end[order] = np.append(0, ends)[: len(order)], ends
-    return cut_spans, new_begin, new_end, tickets
-
-
-def _next_covering_interval(
-    begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
-) -> np.ndarray:
-    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i], or
-    len(begin).
-    """
-    number = len(begin)
-    covering = np.full(int(end.max(initial=0)) + 1, number)  # each point, among later intervals
-    order = np.argsort(after, kind="stable")
-    starts = np.searchsorted(after[order], np.arange(number + 2)).tolist()
-    found = np.full(len(point), number)
-    for i in reversed(range(number)):
-        covering[begin[i] : end[i]] = i
-        asked = order[starts[i] : starts[i + 1]]
-        found[asked] = covering[point[asked]]
-    return found
+    return made, new_begin, new_end, np.stack([previous, span + 1], 1)

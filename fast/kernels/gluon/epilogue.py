@@ -10,7 +10,7 @@ from canon.fast.kernels.gluon.ptx import transpose_words
 
 @gluon.jit
 def row_offset(batch, row, head, strides):
-    """Return the 64-bit offset of a row of a tensor (b, t, h, width)."""
+    """Return the 64-bit offset of a row of (b, t, h, width)."""
     return (
         batch.to(gl.int64) * strides[0]
         + row.to(gl.int64) * strides[1]
@@ -20,13 +20,13 @@ def row_offset(batch, row, head, strides):
 
 @gluon.jit
 def even_strides(tokens, stride_t, stride_h):
-    """Return 64-bit strides (b, t, h), with a batch stride of ``tokens`` token strides."""
+    """Return 64-bit strides (b, t, h); that of b is ``tokens`` token strides."""
     return tokens.to(gl.int64) * stride_t, stride_t, stride_h
 
 
 @gluon.jit
 def to_store_layout(x):
-    """Return x (two-byte, `mma_layout`) in `store_layout`: each lane writes 16 bytes at a time."""
+    """Return x (two-byte, `mma_layout`) in `store_layout`: a lane writes 16 bytes at a time."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     y = transpose_words(x).reshape([M, N // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
@@ -35,7 +35,7 @@ def to_store_layout(x):
 
 @gluon.constexpr_function
 def columns_per_store(dtype):
-    """Return how many columns of a row a lane writes at a time."""
+    """Return how many columns a lane writes at a time."""
     return 8 if dtype.primitive_bitwidth == 16 else 2
 
 
@@ -43,9 +43,7 @@ def columns_per_store(dtype):
 def store_tile(
     start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr
 ):
-    """Write the first ``left`` tokens of x, WIDTH columns, to ``start``. ``batch_head``: any number
-    for `opaque_zero`.
-    """
+    """Write the first ``left`` tokens of x, WIDTH columns. ``batch_head``: for `opaque_zero`."""
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])
     x = x.to(start.dtype.element_ty)

@@ -8,13 +8,11 @@ in order.
 
 `forward` gives a tile of queries to one CTA, so few queries leave most SMs idle. But only its sums
 depend on the order of tiles: m is the maximum of a row's first visible tile, as long as no P is too
-large. So a CTA computes the first visible tiles of its rows, then the weights of its chunk. Where
-`forward` would raise m, a last launch of `forward` computes the whole call (REPEAT).
+large. So a CTA computes these tiles, then the weights of its chunk. Where `forward` would raise m,
+a last launch of it computes the whole call (REPEAT). `canon.fast.decode_in_order` runs the kernel
+twice on each rank: for the maxima, then for the weights.
 
-There is no loader, so that an SM holds two CTAs: the warpgroup waits for k.full, arrives at k.free
-after S, and waits there itself before it loads the next K.
-
-`canon.fast.decode_in_order` runs it twice on each rank: for the maxima, then for the weights.
+An SM holds two CTAs, so there is no loader: the warpgroup waits for k.free itself.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3, also chooses a maximum ahead and repeats."""
 
@@ -67,7 +65,7 @@ def place_of_rows(batch, head, packed, token, heads, tokens):
 
 @gluon.jit
 def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
-    """Return the first token of a tile, their end, its batch and its first head."""
+    """Return first token, end, batch and first head of a tile."""
     work_tile = work + WORK_TILE * (1 + tile)
     first, stop = gl.load(work_tile + FIRST_TOKEN), gl.load(work_tile + STOP_TOKEN)
     batch, head = place_of_set(set_, heads, PACK)
@@ -82,8 +80,8 @@ def place_of_set(set_, heads, PACK: gl.constexpr):
 
 @gluon.jit
 def first_maximum(maxima, ranks, stride, place, valid):
-    """Return the maxima of the first rank that has one, or -inf; those of ranks are ``stride``
-    numbers apart. Infinity stands for none: as a score, it repeats the call.
+    """Return the maxima of the first rank that has one, or -inf; ranks are ``stride`` numbers
+    apart. Infinity stands for none: as a score, it repeats the call.
     """
     m = gl.load(maxima + place, mask=valid, other=float("inf"))
     for _ in range(1, ranks):
@@ -124,8 +122,8 @@ def weights_kernel(
     STEP: gl.constexpr,
 ):
     """Write p (sets, visits, stored, COLUMNS), sums (2, sets, visits, stored, 4), of P and of P
-    minus rounded P by lane, and maxima (chunks, sets, 64). Set the number behind ``counter`` to 1
-    if a sum is too large.
+    minus rounded P by lane, and maxima (chunks, sets, 64). Set ``counter[1]`` to 1 if a sum is too
+    large.
 
     A set is PACK query heads of a sequence; ``stored`` rows of a tile are written. STEP:
     FIRST_TILES writes only maxima (b, h, t), of rows that begin in a chunk's one visit. OF_A_RANK
@@ -137,7 +135,7 @@ def weights_kernel(
     COLUMNS: gl.constexpr = k_tiles.shape[2]
     q_full = make_barriers(1, 1)
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
-    fence_async_shared()  # TMA sees the initialised mbarriers
+    fence_async_shared()
 
     # this CTA's chunk; Q, and the first tiles of K
     chunk, set_ = gl.program_id(0) // sets, gl.program_id(0) % sets

@@ -1,9 +1,9 @@
 """Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs
 work.
 
-Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5). The weights are query heads x
-queries x keys that any of these queries sees. Calls with more than 2^27 of them run `forward`. On
-several ranks they have no limit: at most 1.1 times the bytes of K and V at D 128, 2.25 at D 64."""
+Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), query heads x queries x keys that
+any of these queries sees. Calls with more than 2^27 weights run `forward`. Several ranks have no
+limit: at most 1.1 times the bytes of K and V at D 128, 2.25 at D 64."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.descriptors import box
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, WHOLE, weights_kernel
 from canon.fast.kernels.gluon.few_queries_plan import (
-    MOST_QUERIES,
     ROWS,
     FewQueriesPlan,
     few_queries_plan,
@@ -30,14 +29,13 @@ WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}
 SLICES = {64: 6, 32: 8, 16: 10}  # columns of a CTA of `sums_kernel`, and stages
 P_ROWS = 8, 32, 64  # of a box of P
 MOST_WEIGHTS = 1 << 27
-MOST_ROWS = 256  # of a key head, on several ranks
 Widths = tuple[int, int]
 
 
 def few_queries(
     q: Tensor, k: Tensor, cells: Cells, config: Config, work_tiles: int, ctas: int
 ) -> FewQueriesPlan | None:
-    """Return the plan, or None if `forward` is as fast, with ``work_tiles`` for ``ctas``."""
+    """Return the plan, or None if `forward` is as fast."""
     columns = config.columns
     if not (config.stale_maximum and is_few(cells, columns)) or work_tiles > ctas // 2:
         return None
@@ -48,20 +46,20 @@ def few_queries(
 
 
 def plan_for(q: Tensor, k: Tensor, cells: Cells, columns: int, ctas: int) -> FewQueriesPlan:
-    """Return the plan for tiles of ``columns`` keys, with two chunks for each of ``ctas``."""
+    """Return the plan with two chunks for each of ``ctas``."""
     pack, _, number = tiling(q, k, cells, columns)
     return few_queries_plan(cells, pack, columns, max(1, -(-number // (2 * ctas))), q.device)
 
 
 def tiling(q: Tensor, k: Tensor, cells: Cells, columns: int) -> tuple[int, int, int]:
-    """Return the heads and the tokens of a tile of queries, and the visits of all heads."""
+    """Return heads and tokens of a tile of queries, and the visits of all heads."""
     pack = heads_of_tile(q, k)
     tokens = tokens_of_tile(cells, pack, columns)
     return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(cells, tokens, columns)[0])
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:
-    """Return how many query heads of a group share a tile: a power of two, at most 16."""
+    """Return the heads of a group that share a tile: a power of two, at most 16."""
     group = q.shape[2] // k.shape[2]
     return min(16, group & -group)
 
@@ -83,7 +81,7 @@ def forward_of_few(
     out: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """Write out (even batches) and lse (contiguous). Return a counter and whether to repeat."""
+    """Write out (even batches) and lse (contiguous). Return the counter of `weights_kernel`."""
     of_maxima = len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS
     maxima = torch.empty(of_maxima, dtype=torch.float32, device=q.device)
     p, sums = empty_weights(q, plan)
@@ -152,15 +150,6 @@ def launch_sums(
 
 
 # ------------------------------------------------------------------ several ranks
-def few_rows(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call on several ranks has some, but few, queries and rows of a key head."""
-    return (
-        q.numel() > 0
-        and q.shape[1] <= MOST_QUERIES
-        and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
-    )
-
-
 def write_results(
     o: Tensor,
     sums: Tensor,

@@ -14,7 +14,6 @@ from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, T
 from canon.fast.kernels.gluon.tile_scheduler import (
     WORK_TILE,
     Heads,
-    MaskedTokens,
     Traversal,
     tile_schedule,
 )
@@ -36,15 +35,12 @@ class FewQueriesPlan(NamedTuple):
     work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
     chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
     first_chunks  (n, 4): likewise, one for each tile of queries and first visit of its rows
-    order         visits of the chunks, first those that are computed again; then those of
-                  ``first_chunks``
+    order         visits of the chunks, those computed again first; then those of ``first_chunks``
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk
-    pack          heads of a tile
-    keys          of a tile
-    tokens        of a tile of queries, at most
-    """
+    pack, keys    heads and keys of a tile
+    tokens        of a tile of queries, at most"""
 
     work: Any
     chunks: Any
@@ -57,7 +53,7 @@ class FewQueriesPlan(NamedTuple):
     keys: int
     tokens: int
     fully_masked_rows: tuple[slice, ...]
-    loads_masked_tokens: MaskedTokens
+    loads_masked_tokens: tuple[bool, ...]
 
 
 @device_plan
@@ -122,9 +118,7 @@ def is_few(cells: Cells, columns: int) -> bool:
 
 @cached_plan
 def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
-    """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
-    visits.
-    """
+    """Return the fewest tokens with which no larger tile saves a tenth of the visits."""
     most = min(ROWS // pack, 1 << (cells.sizes[0] - 1).bit_length())
     found = {
         tokens: visits(cells, tokens, columns)[0]
@@ -135,7 +129,7 @@ def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
 
 
 def seen_keys(mask: Mask) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key that each query sees, and the end of the last; equal if it sees none."""
+    """Return the first key that each query sees, and the end of the last."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     query = np.arange(mask.queries)[:, None]
     left, right = np.maximum(k_start, query + lo), np.minimum(k_stop, query + hi + 1)

@@ -4,10 +4,10 @@
     add_products    wait for both: O += P V, release those of the visit before
     add_sums        l += sums of P, several visits at a time; then the factors of O -> ready
 
-A column of O depends on no other, so a CTA computes 16 to 64 of them. The MMAs of two visits are in
-flight: with the same accumulator they follow each other without a wait. Boxes leave out rows of P
-that do not exist, which are 0 from the start. On several ranks, `sums_kernel` continues the sums of
-the rank before, and `results_kernel` divides the last ones."""
+A CTA computes 16 to 64 columns of O. The MMAs of two visits are in flight: with one accumulator
+they follow each other without a wait. Rows of P without a token are not loaded, and 0. On several
+ranks, `sums_kernel` continues the sums of the rank before, and `results_kernel` divides the last
+ones."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -154,7 +154,7 @@ def layout_of_visits(visits):
 
 @gluon.jit
 def sums_of_visits(sums, more, stored, tokens, PACK: gl.constexpr, visit, end):
-    """Return sums of P and of P minus rounded P (VISITS_AT_A_TIME, 64, 4); 0 from ``end`` on."""
+    """Return sums of P and of P minus rounded P (visits, 64, 4); 0 from ``end`` on."""
     LAYOUT: gl.constexpr = layout_of_visits(VISITS_AT_A_TIME)
     at = gl.arange(0, VISITS_AT_A_TIME, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     row = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
@@ -170,7 +170,7 @@ def sums_of_visits(sums, more, stored, tokens, PACK: gl.constexpr, visit, end):
 
 @gluon.jit
 def halves(x):
-    """Return the first and the last half of x along the first of three axes."""
+    """Return both halves of x along the first of three axes."""
     return gl.split(
         gl.permute(x.reshape([2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0))
     )
@@ -178,7 +178,7 @@ def halves(x):
 
 @gluon.jit
 def add_two(l, excess, sums, more, LARGEST: gl.constexpr):
-    """Add the sums of two visits (2, 64, 4), in order. Return l and excess (64, 4)."""
+    """Add the sums of two visits (2, 64, 4), in order. Return l and excess."""
     sums, more = halves(sums), halves(more)
     for i in gl.static_range(2):
         of_visit = gl.convert_layout(sums[i].reshape([M, 4]), lane_sum_layout())
@@ -194,9 +194,7 @@ def add_two(l, excess, sums, more, LARGEST: gl.constexpr):
 
 @gluon.jit
 def add_sums(sums, buffers, inverse, ready, output, maxima, call, second):
-    """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse``.
-    CONTINUED: as in `sums_kernel`.
-    """
+    """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse``."""
     ROWS: gl.constexpr = per_row_layout(64)
     PACK: gl.constexpr = call.PACK
     first_column, set_, tile, begin, end = slice_of_cta(call)
@@ -290,9 +288,8 @@ def sums_kernel(
         for i in gl.static_range(STAGES * COLUMNS // 64):
             zeros = gl.zeros([M, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
             p_tiles.index(i).reshape([M, 64]).store(zeros)
-    fence_async_shared()  # TMA sees the initialised mbarriers, and the MMA the zeros
+    fence_async_shared()  # the MMA sees the zeros
     buffers = Visits(p, v_tiles)
-    # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     call = Call(
         work, tiles, sets, visits, stored, heads, DV, DV_PAD, PACK, SLICE, STAGES, CONTINUED
@@ -325,12 +322,11 @@ def results_kernel(
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t), ``rows`` numbers, from the sums
-    over all keys: ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4), contiguous as each rank's
-    ``maxima`` (b, h, t).
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t), from the sums over all keys: ``o``
+    (b, t, h, dv), ``sums`` (2, b, h, t, 4), contiguous as each rank's ``maxima`` (b, h, t).
 
     Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows of its tile, and ranks have
-    other tiles of queries."""
+    other tiles."""
     WIDTH: gl.constexpr = M  # columns at a time
     ROWS: gl.constexpr = per_row_layout(WIDTH)
     row = gl.program_id(0) * M + gl.arange(0, M, ROWS)

@@ -6,12 +6,11 @@ heads) after another. Read `forward_plain` first, a kernel without these refinem
                   wait for S:     P = exp(S - m)         while O += P V runs (ROWS = 192: after)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-The MMA with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers
-are those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
-released once the sums of P are verified.
+The MMA with V is one tile late, even across work tiles. Barriers are those of `forward_plain`;
+q.free follows a work tile's last S, or with a stale maximum its verified sums.
 
-Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make
-equally many steps, so the named barriers match. Compile-time switches:
+Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). Compile-time
+switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
                     with rank_invariant; exponentials then wait for the MMA with V (P_AFTER_O)
@@ -38,16 +37,16 @@ from canon.fast.kernels.gluon.forward_pipeline import (
     issue_output,
     issue_scores,
     release_operands,
+    visible_scores,
 )
 from canon.fast.kernels.gluon.layouts import mma_layout, per_row_layout
-from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import (
     declare_registers,
     ping_pong_arrive,
     ping_pong_wait,
     zero_rows,
 )
-from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
+from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     empty_state,
@@ -94,7 +93,7 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
     TOKENS: gl.constexpr = q.tiles.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0  # visited tiles, work tiles
     work_tile = first_work_tile()
     if c.REPEAT:
         work_tile = gl.where(gl.load(counter + 1) != 0, work_tile, 0)
@@ -106,17 +105,15 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
         while span < span_end:
             slot = t % STAGES
             parity = t // STAGES & 1
-            # K of this tile
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_tile(k_desc, batch, column, key_head, k, slot)
-            if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
+            if fresh:  # after K: the last S of a previous work tile frees the buffer
                 for w in gl.static_range(c.WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
                     publish(buffers.published.index(b), work_tile)
                     load_tile(q_desc, batch, first + w * TOKENS, head, q, b)
             fresh = False
-            # V of this tile
             mbarrier.wait(v.free.index(slot), parity ^ 1)
             load_tile(v_desc, batch, column, key_head, v, slot)
             t += 1
@@ -139,7 +136,7 @@ def attend(wg):
     ring = first_position()
     if wg.c.STALE_MAXIMUM:
         declare_registers(state.p, wg.INDEX)
-    if wg.c.PING_PONG and wg.INDEX == wg.c.WARPGROUPS - 1:
+    if wg.INDEX == wg.c.WARPGROUPS - 1:
         ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)  # the first warpgroup goes first
     work_tile = receive(
         wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0
@@ -173,14 +170,14 @@ def attend(wg):
         o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
-    if wg.c.PING_PONG and wg.INDEX == 0:
+    if wg.INDEX == 0:
         # take the last arrival of the last warpgroup: the barrier ends balanced
         ping_pong_wait(wg.INDEX)
 
 
 @gluon.jit
 def visit_span(state, wg, ring, tile, partial):
-    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
+    """Add the tiles of a span from ``tile`` on. Return the state and the ring position."""
     partial_stop = gl.where(partial, tile.stop, tile.column)
     for column in range(tile.column, partial_stop, wg.BN):
         state, ring = step(state, wg, ring, tile.at(column), 0, True, False)
@@ -191,31 +188,27 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state. Return it and the next ring position. FIRST: also write O of the
-    work tile ``previous``, if not 0.
+    """Add one tile. Return the state and the ring position. FIRST: also write O of the work tile
+    ``previous``.
     """
     P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
-    # needs registers, and wider heads have none to spare
+    # wider heads have no registers to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     # S of this tile and O += P V of the one before
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
-    s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
+    s = issue_scores(wg, ring, tile)
     o = state.o
     if EARLY_RESCALE:
         o = rescale_output(o, state.shrink)
-    o = issue_output(o, state.p, wg, ring, wg.c.PING_PONG)
+    o = issue_output(o, state.p, wg, ring)
     if not FIRST:
         limit = highest_kept(state.m, state.l, wg.BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     release_operands(wg, ring, tile, is_last)
 
     # the new maximum, or the old one
-    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-    if partial:
-        s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-        )
+    s = visible_scores(s, wg, tile, partial)
     m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.c.SOFTCAP)
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
@@ -231,8 +224,8 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         )
     # P and its sums, while O += P V runs
     p, l = exponentials(s, m_finite, wg)
-    # V is needed only in the next step. But the wait is a loop, across which the compiler moves no
-    # code: it keeps the wait for o (if not P_AFTER_O) below the exponentials.
+    # V is needed in the next step. But the compiler moves no code across this wait, a loop, so the
+    # wait for o (if not P_AFTER_O) stays below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -260,7 +253,7 @@ def write_result(o, state, wg, work_tile):
     first, stop, batch, head = position_of(wg.work, work_tile)
     batch_head = batch_head_of(wg.work, work_tile)
     first += wg.INDEX * wg.TOKENS
-    left = stop - first  # tokens left to write
+    left = stop - first
     divisor = state.l - state.excess if wg.c.STALE_MAXIMUM else state.l
     inverse, lse = results_of_sums(state.m, state.l, divisor, per_row_layout(wg.BN))
     r = gl.arange(0, wg.M, per_row_layout(wg.BN))
@@ -293,18 +286,15 @@ def forward_kernel(
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
     STALE_MAXIMUM: gl.constexpr,
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
     REPEAT: gl.constexpr = False,
 ):
-    """Write ``out`` and ``lse`` as `forward_plain_kernel`, of all work tiles in ``work``.
-    ``counter`` is 0 at launch, or not read.
-    """
+    """Write what `forward_plain_kernel` does. ``counter`` is 0 at launch, or not read."""
     WARPGROUPS: gl.constexpr = ROWS // 64
-    c = Constants(WARPGROUPS, D, DV, SOFTCAP, PING_PONG, STALE_MAXIMUM, KEY_ORDER, REPEAT)
+    c = Constants(WARPGROUPS, D, DV, SOFTCAP, STALE_MAXIMUM, KEY_ORDER, REPEAT)
     q_tiles = allocate_tiles(q_desc, WARPGROUPS * BUFFERS)
     published = allocate_published(WARPGROUPS * BUFFERS)
     k_tiles, v_tiles = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
@@ -313,23 +303,20 @@ def forward_kernel(
     )
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
-    fence_async_shared()  # TMA sees the initialised mbarriers
+    fence_async_shared()
     buffers = Buffers(q, k, v, published)
-    # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     loaded = (q_desc, k_desc, v_desc, work, counter, buffers, group, c)
     wg0 = Warpgroup(buffers, output, work, scale_log2, 0, c)
     wg1 = Warpgroup(buffers, output, work, scale_log2, 1, c)
-    if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,))],
-            [4, 4],
-            [MATH_REGISTERS, MATH_REGISTERS],
-        )
-    else:
-        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, c)
-        gl.warp_specialize(
-            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,)), (attend, (wg2,))],
-            [4, 4, 4],
-            [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],
-        )
+    wg2 = Warpgroup(buffers, output, work, scale_log2, 2, c)
+    gl.warp_specialize(
+        [
+            (load_tiles, loaded),
+            (attend, (wg0,)),
+            (attend, (wg1,)),
+            (attend, (wg2,)),
+        ][: 1 + WARPGROUPS],
+        [4] * WARPGROUPS,
+        [MATH_REGISTERS] * WARPGROUPS,
+    )

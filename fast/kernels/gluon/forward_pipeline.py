@@ -6,7 +6,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout
+from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
+from canon.fast.kernels.gluon.softcap import capped
 from canon.fast.kernels.gluon.tile_queue import SPAN
 from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction
 
@@ -40,7 +42,6 @@ class Constants:
     D: gl.constexpr
     DV: gl.constexpr
     SOFTCAP: gl.constexpr
-    PING_PONG: gl.constexpr
     STALE_MAXIMUM: gl.constexpr
     KEY_ORDER: gl.constexpr
     REPEAT: gl.constexpr
@@ -91,8 +92,8 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: buffer of Q, first token, its span and the end of the spans in ``work``,
-    first column, and column ``stop`` after the span's last tile.
+    """A visited tile: buffer of Q, first token, its span and the end of the spans, first column,
+    and the column after the span's last tile.
     """
 
     q_buffer: gl.tensor
@@ -112,23 +113,32 @@ class Tile:
 
 
 @gluon.jit
-def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T once K has arrived (PING_PONG: and the previous warpgroup has issued)."""
+def issue_scores(wg, ring, tile, IN_TURN: gl.constexpr = True):
+    """Issue S = Q K^T once K has arrived (IN_TURN: and the previous warpgroup has issued)."""
     q, k = wg.q.operand(tile.q_buffer), wg.k.operand(ring.slot)
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
-    if PING_PONG:
+    if IN_TURN:
         ping_pong_wait(wg.INDEX)
     nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
     return issue_contraction(q, k, nothing, contracted_width(wg.c.D, q.shape[1]))
 
 
 @gluon.jit
-def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. In the very first step the result is undefined and
-    unused.
-    """
+def visible_scores(s, wg, tile, partial):
+    """Return the capped scores of a tile; if ``partial``, hidden ones are -inf."""
+    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
+    if partial:
+        s = mask_hidden(
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
+        )
+    return s
+
+
+@gluon.jit
+def issue_output(o, p, wg, ring, IN_TURN: gl.constexpr = True):
+    """Issue o += p V of the previous tile. In the very first step the result is unused."""
     o = hopper.warpgroup_mma(p, wg.v.operand(ring.previous), o, is_async=True)
-    if PING_PONG:
+    if IN_TURN:
         ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)
     return o
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def opaque_zero(number):
     """Return 0 for a ``number`` >= 0 that is loaded nearby: x ^ 0 is then computed where it stands,
-    and row and column numbers hold no registers.
+    and holds no registers.
     """
     return gl.minimum(number, 0)
 

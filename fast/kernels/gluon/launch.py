@@ -3,8 +3,7 @@
 
 TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
 copied, as are results that kernels cannot write in place. Tokens that tiles load but the mask does
-not touch may hold NaN, so they are copied as 0. ValueError unless elements have two bytes, heads at
-most 256 columns, and the device is sm_90."""
+not touch may hold NaN, so they are copied as 0."""
 
 from dataclasses import replace
 
@@ -26,7 +25,7 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
-from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
+from canon.fast.kernels.gluon.few_queries_plan import MOST_QUERIES, FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.method import choose_method as choose_method
@@ -66,6 +65,7 @@ from canon.route.rank_invariance import TILE
 
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
+MOST_ROWS = 256  # of few queries of a key head, on several ranks
 # of a CTA, on average: half of 2^30, because CTAs differ
 MOST_VISITS = FEW_VISITS
 
@@ -114,7 +114,6 @@ def forward(
                 "KEY_ORDER": plan.key_order,
                 "SOFTCAP": softcap,
                 "D": q.shape[-1],
-                "PING_PONG": config.ping_pong,
                 "STALE_MAXIMUM": config.stale_maximum,
                 "REPEAT": bool(few),
             }
@@ -128,9 +127,10 @@ def forward(
 # The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
 # keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors, whatever the masks of the ranks."""
+    """Return whether there are kernels for such tensors, whatever the masks."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
-    return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
+    few = q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
+    return config.stale_maximum and v.shape[3] > 0 and q.numel() > 0 and few
 
 
 def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ def write_weights(
     ranks: int,
     stride: int,
 ) -> None:
-    """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a
+    """Write the weights, from the first ``maxima`` of all ranks; ``counter[1]`` becomes 1 if a
     maximum must rise. With 0 ranks, write only ``maxima``.
     """
     plan, widths = _plan_of_rank(q, k, v, cells)
@@ -181,9 +181,7 @@ def add_values(
     totals: Tensor,
     cells: Cells,
 ) -> None:
-    """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous
-    but for axis 0.
-    """
+    """Add P V to o (b, t, h, dv), and sums to ``totals`` (2, b, h, t, 4), float32."""
     plan, widths = _plan_of_rank(q, k, v, cells)
     if len(plan.columns):
         v = zero_masked(v, cells, plan, keys=True)
@@ -295,16 +293,14 @@ def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int
     if cells.places is not None:
         return choose("forward", *widths, seen=float("inf"), most_rows=TILE)
     return choose(
-        "forward", *widths, about_tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
+        "forward", *widths, tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
     )
 
 
 def query_plan(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, config: Config
 ) -> tuple[int, int, TileSchedule]:
-    """Return the query heads of a group, how many share a tile, and the schedule over tiles of
-    queries.
-    """
+    """Return the query heads of a group, how many share a tile, and the schedule."""
     group = q.shape[2] // k.shape[2]
     pack = 1 if config.plain else packing(cells, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
@@ -341,7 +337,7 @@ def check_runs(q: Tensor) -> None:
 
 def zero_masked(x: Tensor, cells: Cells, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in the tokens that the plan loads but the mask does
-    not touch; uninitialised where no tile loads it.
+    not touch; uninitialised elsewhere.
     """
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -367,9 +363,8 @@ def token_states(cells: Cells, keys: bool) -> np.ndarray:
 @cached_plan
 def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: several if that saves a tenth of the
-    visits, as ends of short documents waste less of 64 tokens of two heads, or 32 of four.
-
-    With rank_invariant=True a twentieth is enough: more tiles of keys are partial."""
+    visits (rank_invariant=True: a twentieth), as ends of short documents waste less of it.
+    """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = count_visits(cells, rows, columns)
     most = (0.9 if cells.places is None else 0.95) * alone
@@ -382,20 +377,14 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 
 @cached_plan
-def about_tiles_seen(mask: Mask, heads: int, sms: int) -> int:
-    """Return `tiles_seen`, rounded up to a bound of `LONG_TABLE`, so that masks share a recorded
-    pass.
+def tiles_seen(mask: Mask, heads: int, sms: int) -> int:
+    """Return the mean tiles of 128 keys that a query sees, rounded up to a bound of `LONG_TABLE`,
+    so that masks share a recorded pass; a quarter of it if no SM has two tiles of queries of a
+    head.
     """
-    seen = tiles_seen(mask, heads, sms)
-    return next((few for few in TILES_SEEN if seen <= few), TILES_SEEN[-1] + 1)
-
-
-def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
-    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
-    of 128 queries of a head.
-    """
-    tiles = -(-mask.queries // 128)
-    return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
+    few = 1 if -(-mask.queries // 128) * heads > sms else 4
+    seen = area(mask) / max(1, mask.queries) / 128 / few
+    return next((bound for bound in TILES_SEEN if seen <= bound), TILES_SEEN[-1] + 1)
 
 
 # ------------------------------------------------------------------ outputs
@@ -403,7 +392,7 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def writable(x: Tensor, even_batches: bool = False) -> Tensor:
-    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it: with a last
+    """Return x (b, t, h, d), or an empty tensor like it unless kernels can write x: with a last
     stride of 1, 32-bit offsets in a tile, and ``even_batches``, a batch stride of t token strides.
     """
     even = (
@@ -428,9 +417,8 @@ def resident_ctas(x: Tensor) -> int:
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
     """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq;
-    ``work`` twice if no CTA reads them.
-
-    Raises ValueError if a CTA could visit 2^30 tiles (`unhoisted_index`)."""
+    ``work`` twice if no CTA reads them. Raises ValueError if a CTA could visit 2^30 tiles.
+    """
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
             f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: "
@@ -443,7 +431,7 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 
 def constants(kernel, config: Config) -> dict:
-    """Return the compile-time arguments that the configuration states. Descriptors state others."""
+    """Return the compile-time arguments that the configuration states."""
     stated = {"STAGES": config.stages, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
     if kernel is dq_kernel:
         stated["V_STAGES"] = config.v_stages or config.stages

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def mma_layout(columns):
-    """Return the layout of a warpgroup's MMA accumulator (64, columns)."""
+    """Return the layout of an MMA accumulator (64, columns)."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
@@ -27,14 +27,14 @@ def per_row_layout(columns):
 
 @gluon.constexpr_function
 def lane_sum_layout():
-    """Return the layout of partial row sums (64, 4), one for each lane of a quad."""
+    """Return the layout of row sums (64, 4) by the lane of a quad."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
 
 
 @gluon.constexpr_function
 def operand_layout(columns):
-    """Return the register layout of a two-byte left operand for an accumulator with ``columns``."""
+    """Return the register layout of a left operand for an accumulator with ``columns``."""
     return gl.DotOperandLayout(0, mma_layout(columns), 2)
 
 
@@ -48,7 +48,7 @@ def shared_operand_layout(columns):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """Return a layout like `mma_layout` in which a lane holds 8 adjacent columns of every 32."""
+    """Return a layout like `mma_layout`; a lane holds 8 adjacent columns of every 32."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [
         [0, 32 << i] for i in range((columns // 32).bit_length() - 1)
     ]
@@ -64,5 +64,5 @@ def scalar_layout(warps):
 
 @gluon.constexpr_function
 def contracted_width(d, padded):
-    """Return how many of ``padded`` columns MMAs contract: three quarters of 128 or 256 suffice."""
+    """Return the columns that MMAs contract: three quarters of 128 or 256 may suffice."""
     return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

@@ -46,9 +46,7 @@ def mask_hidden(
 def _hide_gaps(
     x, left, right, work, band, end, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr
 ):
-    """Hide the cells between the bands of a chained span (`key_order`). Return x and new bounds.
-
-    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others."""
+    """Hide the cells between the bands of a chained span. Return x and new bounds."""
     for at in range(band, end, SPAN):
         next_left, next_right = visible_columns(x, work, at, first, column, PACK)
         seen, sees = right > gl.maximum(left, 0), next_right > gl.maximum(next_left, 0)
@@ -62,7 +60,7 @@ def _hide_gaps(
 
 @gluon.jit
 def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
-    """Return (left, right): each row of x sees the columns left <= j < right from ``column`` on."""
+    """Return (left, right): a row sees the columns left <= j < right from ``column`` on."""
     row_start, row_stop = gl.load(work + band + ROW_START), gl.load(work + band + ROW_STOP)
     start, stop = gl.load(work + band + COLUMN_START), gl.load(work + band + COLUMN_STOP)
     lo, hi = gl.load(work + band + LO), gl.load(work + band + HI)

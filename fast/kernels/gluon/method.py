@@ -18,8 +18,8 @@ from canon.masks.plan_cache import cached_plan
 # below, "fused" at 8.5 and above; at width 64 with shared key heads at 4.5, too.
 MIN_VISITS = 8
 
-# If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
-# in proportion to the time of a kernel of dq over that of the message.
+# If dk and dv are sent: visits by all query heads of a key head, in proportion to the time of a
+# kernel of dq over that of the message.
 MIN_VISITS_OF_SENT = 60
 
 
@@ -51,9 +51,8 @@ def choose_method(
 def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
     """Return whether "fused" with dq in any order is faster than "split".
 
-    ``share``: query heads that share a key head; ``width`` is padded. Records: paper/data/
-    kernels_h200.json, kernels_peers_h200.json, kernels_sweep_widths_h200.json and, if dk and dv are
-    sent, methods_two_and_four_h200.json; tests/fast/test_method_records.py compares them."""
+    ``share``: query heads that share a key head; ``width`` is padded. tests/fast/
+    test_method_records.py compares the choice with the records."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
     if visited <= least * tiles:

@@ -30,8 +30,8 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def wait_for_reductions():
-    """Wait until this warp's TMA reductions are complete in global memory, which implies a proxy
-    fence (PTX ISA, Async Proxy). The barrier orders all lanes after the issuing one.
+    """Wait until this warp's TMA reductions are complete in global memory, with a proxy fence (PTX
+    ISA, Async Proxy). The barrier orders all lanes after the issuing one.
     """
     run_ptx("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff;")
 
@@ -99,9 +99,7 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 # ------------------------------------------------------------------ operations with a fixed place
 @gluon.jit
 def broadcast_rows(x, like):
-    """Return x in every row of a block like ``like``. Only volatile moves stay before the next
-    MMA.
-    """
+    """Return x in every row of a block. Only volatile moves stay before the next MMA."""
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
@@ -128,7 +126,7 @@ def keep_between_ptx(number, value):
 
     A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4): bit 2 i + e
     of a word. Row after row, the assembler copies 7 bits to predicates at a time (R2P), with
-    another register. Narrow tiles of wide heads have none left, and alternate rows."""
+    another register. Narrow tiles have none left, and alternate rows."""
     hidden = "0fFF800000" if value < 0.0 else "0f00000000"
     lines = [
         "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, "
@@ -183,8 +181,8 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
 # ------------------------------------------------------------------ soft-caps
 @gluon.constexpr_function
 def tanh_ptx(x):
-    """Return PTX of t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`), element after
-    element: the compiler would interleave a tile, and spill registers.
+    """Return PTX of t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`), by element: an
+    interleaved tile would spill registers.
     """
     polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
     small = (
@@ -353,14 +351,14 @@ def compare_ptx(warpgroup):
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX that is not 0 if any flag of the warpgroup is set; a ballot is uniform."""
+    """Return PTX that is not 0 if any flag of the warpgroup is set."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
 
 @gluon.jit
 def any_above(x, limit, W: gl.constexpr):
-    """Return a number that is not 0 if an element of x (64, 4) is above its limit."""
+    """Return not 0 if an element of x (64, 4) is above its limit."""
     gl.inline_asm_elementwise(
         compare_ptx(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2
     )
@@ -387,7 +385,7 @@ def round_and_keep_constraints(number):
 @gluon.jit
 def round_and_keep(p, like, W: gl.constexpr):
     """Return P in the dtype of ``like``, and keep a copy for `add_rounding_excess`: Triton would
-    unpack P from the MMA's operand in every tile, even where the branch is skipped.
+    unpack P from the operand in every tile.
     """
     N: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
@@ -402,8 +400,8 @@ def round_and_keep(p, like, W: gl.constexpr):
 
 @gluon.constexpr_function
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
-    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 minus those of rounded P
-    (words 2 i: the first row), where above $6 or $7.
+    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 minus those of rounded P,
+    where above $6 or $7.
     """
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
     lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
@@ -423,8 +421,8 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` by lane minus those of the P that `round_and_keep`
-    kept, where ``sums`` > ``limit``.
+    """Return ``excess`` (64, 4) plus ``sums`` by lane minus those of the kept P, where ``sums`` >
+    ``limit``.
     """
     return gl.inline_asm_elementwise(
         add_rounding_excess_ptx(W, p.shape[1], p.dtype),

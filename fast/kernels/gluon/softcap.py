@@ -1,8 +1,7 @@
-"""Soft-caps in the Hopper kernels: a score s becomes softcap * tanh(s / softcap), before the mask
-and the maximum.
+"""Soft-caps in the Hopper kernels: a score s becomes softcap * tanh(s / softcap), before the mask.
 
-`tanh.approx.f32` has 11 correct bits, too few for lse. Without a soft-cap, SOFTCAP is None, and
-nothing is added to a kernel."""
+`tanh.approx.f32` has 11 correct bits, too few for lse. Without a soft-cap (None), nothing is added.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -2,9 +2,8 @@
 
 Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
 stays four partial sums. Any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far,
-so a warp seldom rescales O. A key whose P has a rounding error then has at most half the weight of
-its row, as with the true maximum."""
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far: a
+key whose P is rounded then has at most half the weight of its row, as with the true maximum."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +26,7 @@ class SoftmaxState:
 
     o (M, DV_PAD)   sum of P V over all tiles but the last; o * shrink is relative to m
     p (M, BN)       P of the last tile, as an MMA operand
-    m (M)           row maximum of the scores in base 2, or the older one that the row keeps
+    m (M)           row maximum of the scores in base 2, or an older one
     l (M, 4)        sums of P, by lane
     excess (M, 4)   sums of P minus rounded P (`stale_maximum`), or a scalar 0
     shrink (M)      factor that o still needs because m rose in the last tile"""

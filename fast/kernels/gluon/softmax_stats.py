@@ -1,5 +1,4 @@
-"""Row statistics in the form that the Hopper kernels read: aligned rows of one tensor, lse in base
-2.
+"""Row statistics in the form that the Hopper kernels read.
 
     stats (b, h, 2, padded)
         lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison

@@ -7,27 +7,28 @@ so the maximum and its exchange are saved. The warpgroup votes on the sums once 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
     larger                                     add the rounding error of this lane's P to ``excess``
-    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take
-                                               their maximum
+    over 65504 (float16) or 2^32 (bfloat16)    compute S and P again; such rows take their maximum
 
-Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess.
-lse uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys, so values up to 1e21 give a
-finite o.
+Second case: a key may weigh more than half, so O's divisor counts P as rounded: l - excess. lse
+uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys: values up to 1e21 give a finite o.
 
-K and Q stay until the sums are verified, which delays loads: not worth it if queries see few tiles,
-except with rank_invariant=True. A row's m, l and excess follow from its own scores alone: a vote of
-other rows repeats the tile with the row's m as it is."""
+K and Q stay until the sums are verified, which delays loads. A row's m, l and excess follow from
+its own scores alone: a vote of other rows repeats the tile with the row's m as it is."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from canon.fast.kernels.gluon.forward_pipeline import issue_output, issue_scores, release_operands
+from canon.fast.kernels.gluon.forward_pipeline import (
+    issue_output,
+    issue_scores,
+    release_operands,
+    visible_scores,
+)
 from canon.fast.kernels.gluon.layouts import lane_sum_layout, per_row_layout
-from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, any_above
-from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
+from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     exponentials,
@@ -48,7 +49,7 @@ def largest_sum(dtype):
 
 @gluon.jit
 def sum_so_far(l, like):
-    """Return the row's sum so far, at most `largest_sum`, for each of its four lanes."""
+    """Return the row's sum so far, at most `largest_sum`, for each lane."""
     return gl.expand_dims(gl.minimum(gl.sum(l, 1), largest_sum(like.dtype)), 1) + gl.zeros_like(l)
 
 
@@ -73,29 +74,25 @@ def visit_span_stale(state, wg, ring, tile, partial):
 @gluon.jit
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too
-    large, as is P of a row's first visible key.
+    large.
 
     Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if
-    that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold
-    exactly the tiles before it, its K is not released, and its V has been waited for."""
+    that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold the
+    tiles before it, its K is not released, and its V has been waited for."""
     P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
     while (column < tile.stop) & (above == 0):
         # S of this tile and O += P V of the one before
-        s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
-        o = issue_output(o, p, wg, ring, wg.c.PING_PONG)
+        s = issue_scores(wg, ring, tile)
+        o = issue_output(o, p, wg, ring)
         limit = sum_so_far(l, wg.q.tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
         if P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
-        s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-        if PARTIAL:
-            s = mask_hidden(
-                s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-            )
+        s = visible_scores(s, wg, tile.at(column), PARTIAL)
         # P with the maximum as it is
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
@@ -120,11 +117,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 def repeat_tile(state, wg, ring, tile, sums, partial):
     """Add the failed tile, with the row maximum in rows whose sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
-    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
-    if partial:
-        s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
-        )
+    s = visible_scores(s, wg, tile, partial)
     raised = gl.convert_layout(
         gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN)
     )

@@ -4,18 +4,16 @@ each one visits.
 One int32 tensor ``work`` (a single pointer saves registers) holds the schedule of `tile_scheduler`:
 
     header        8 numbers: the end of the work tiles, six zeros, start of the tickets
-    work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads
-                  are packed
-    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is
-                  0 in a full span. In a chained one (`key_order`) ROW_START is the offset of its
-                  bands, and ROW_STOP minus their number
-    tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's
-                  ticket, own ticket
+    work tiles    8 numbers each, FIRST_TOKEN to FIRST_COLUMN; HEAD is the first of packed ones
+    spans         8 numbers each, COLUMN to HI; ROW_START to HI are the band, and ROW_STOP is 0 in a
+                  full span. In a chained one (`key_order`) ROW_START is the offset of its bands,
+                  and ROW_STOP minus their number
+    tickets       of each span, only if dq is ordered: predecessor's ticket, own ticket
 
 A work tile or span is identified by its offset in ``work``; 0 means none. In forward and dq, CTA i
-starts with work tile i, so its first loads wait for no atomic. Later ones are claimed from an
-atomic counter, as is the first one for dk and dv: messages of other ranks can hold SMs, and no work
-tile then waits for a late CTA."""
+starts with work tile i, and its first loads wait for no atomic. Later ones are claimed from an
+atomic counter, as are all for dk and dv: no work tile waits for a CTA that starts late because
+messages of other ranks hold SMs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,7 +38,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs; 0 if none is left."""
+    """Claim the next work tile after all first ones; 0 if none is left."""
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -50,8 +48,8 @@ def claim_work_tile(work, counter):
 
 @gluon.jit
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
-    """Claim the next work tile, even if it is this CTA's FIRST one; 0 if none is left. If CTAs
-    suffice and dq is not ORDERED, there is no counter.
+    """Claim the next work tile, even this CTA's FIRST one; 0 if none is left. There is no counter
+    if CTAs suffice and dq is not ORDERED.
     """
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
@@ -69,13 +67,13 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores it, also the one that arrives at ``full``."""
+    """Publish a work tile. Every thread stores it, also the one that arrives."""
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
 @gluon.jit
 def publish_end(published, full, free, parity):
-    """Publish 0 once the buffer is free, and arrive at ``full``, as no load follows."""
+    """Publish 0 once the buffer is free, and arrive at ``full``: no load follows."""
     mbarrier.wait(free, parity)
     publish(published, 0)
     mbarrier.arrive(full, count=1)
@@ -144,14 +142,14 @@ def is_partial(work, span):
 # ------------------------------------------------------------------ iterate over visited tiles
 @gluon.jit
 def first_tile(work, work_tile):
-    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile."""
+    """Return (span, end of the spans, column, tiles left in the span) at the first tile."""
     span, span_end = spans_of(work, work_tile)
     return span, span_end, gl.load(work + work_tile + FIRST_COLUMN), gl.load(work + span + TILES)
 
 
 @gluon.jit
 def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
-    """Return (span, column, tiles left in the span) at the next visited tile."""
+    """Return (span, column, tiles left in the span) at the next tile."""
     column += COLUMNS
     left -= 1
     if left == 0:

@@ -5,9 +5,9 @@ Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
     full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and all bytes
     free    the tile has been read: one arrival from each warpgroup that reads it
 
-`mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them.
 For tile t both complete phase t // STAGES. A reader waits for the parity of this phase of ``full``,
-a loader for that of the previous phase of ``free``: at once in a new mbarrier.
+a loader for that of the previous phase of ``free``: at once in a new mbarrier. `mbarrier.arrive`
+first synchronises its warps, so one arrival is enough for all of them.
 
 Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d; 0
 outside the tensor."""
@@ -23,7 +23,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 def aggregate(declared: type) -> type:
-    """Decorate an aggregate. Without a constructor of its own, it takes all fields in order."""
+    """Decorate an aggregate. Without a constructor, it takes all fields in order."""
     fields = list(declared.__annotations__)  # part of the hash by which Triton caches kernels
     constants = [kind is gl.constexpr for kind in declared.__annotations__.values()]
 

@@ -5,18 +5,17 @@ its synchronisation.
         kernel[grid](*tensors_and_descriptors, **constants)      # of CPU tensors
     simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
-One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-at its end, its atomic operations and its volatile loads. TMA loads land, wgmma read and adds write
-"early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
-`Fault` names the kernel's lines for
+Partitions of a program (CTA) are alternating threads. Another program may continue at its end, its
+atomic operations and its loads with acquire. TMA loads land, wgmma read and adds write "early" (at
+once), "late" (at a wait, or when nothing else can happen) or at "random" times. A `Fault` names the
+kernel's lines for
 
     reads of data that is not there yet, buffers overwritten too early: in every interleaving
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, types and other rules of the compiler, which compiles every kernel in
-`canon.testing.compile`; clusters, races in global memory, and time.
-"""
+Not simulated: layouts, types and other rules of the compiler (`canon.testing.compile`), clusters,
+races in global memory, and time."""
 
 import ast
 import builtins
@@ -27,7 +26,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -43,7 +41,6 @@ from canon.simulator.aggregates import is_aggregate, python_class
 from canon.simulator.engines import await_written, fence_acquired, look, reduce_add
 from canon.simulator.memory import Descriptor
 from canon.simulator.program import Deadlock, Event, Fault, Program, take_turns
-from canon.simulator.values import Tensor
 
 __all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
 
@@ -108,6 +105,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
     "round_and_keep": lambda p, like, warpgroup: p.to(like.dtype),
     "any_above": language.any_above,
     "keep_between": language.keep_between,
+    "named_barrier": engines.named_barrier,
 }
 
 
@@ -175,89 +173,16 @@ def _seen(value: Any, name: str) -> Any:
     return value
 
 
-def _extremum(two: Callable) -> Callable:
-    return lambda *several: reduce(two, several)
-
-
-_BUILTINS = {
-    **vars(builtins),
-    "range": language.dynamic_range,
-    "min": _extremum(language.minimum),
-    "max": _extremum(language.maximum),
-}
+_BUILTINS = {**vars(builtins), "range": language.dynamic_range}
 
 
 # Kernels as Python functions.
 
 
-def carried(value: Any) -> Any:
-    """Convert a constant that may change into a value."""
-    if type(value) is tuple:
-        return tuple(carried(x) for x in value)
-    return values.tensor(value) if isinstance(value, int | float) else value
-
-
-def merged(condition: Any, value: Any) -> Any:
-    """Apply `carried` if the branch's condition is a value."""
-    return carried(value) if isinstance(condition, Tensor) else value
-
-
-class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops or in branches into values, as Triton does."""
-
-    def __init__(self, tree: ast.AST):
-        annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
-        self.constants = {
-            node.target.id for node in annotated if "constexpr" in ast.unparse(node.annotation)
-        }
-
-    def _assigned(self, *bodies: list) -> list[str]:
-        nodes = (node for body in bodies for statement in body for node in ast.walk(statement))
-        names = {
-            node.id
-            for node in nodes
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        return sorted(name for name in names - self.constants if not name.startswith("__"))
-
-    def _converted(self, names: list[str], conversion: str, at: ast.AST) -> list[ast.stmt]:
-        lines = (
-            f"try: {name} = {conversion.format(name)}\nexcept NameError: pass" for name in names
-        )
-        statements = [statement for line in lines for statement in ast.parse(line).body]
-        for statement in statements:
-            for node in ast.walk(statement):
-                ast.copy_location(node, at)
-        return statements
-
-    def visit_For(self, node: ast.For | ast.While):
-        self.generic_visit(node)
-        if isinstance(node, ast.For) and "static_range" in ast.unparse(node.iter):
-            return node
-        return [*self._converted(self._assigned(node.body), "__carried({})", node), node]
-
-    visit_While = visit_For
-
-    def visit_If(self, node: ast.If):
-        self.generic_visit(node)
-        test = f"__test_{node.lineno}_{node.col_offset}"
-        keep = ast.copy_location(ast.Assign([ast.Name(test, ast.Store())], node.test), node.test)
-        node.test = ast.copy_location(ast.Name(test, ast.Load()), node.test)
-        return [
-            keep,
-            node,
-            *self._converted(
-                self._assigned(node.body, node.orelse), f"__merged({test}, {{}})", node
-            ),
-        ]
-
-    def visit_AnnAssign(self, node: ast.AnnAssign):
-        if node.value is None:
-            return ast.copy_location(ast.Pass(), node)
-        return ast.copy_location(ast.Assign([node.target], node.value), node)
-
-
 def _code(kernel: GluonJITFunction) -> CodeType:
+    """Return the code of the kernel's source, which may be a mutant's. Annotations name types of
+    Triton, and defaults are converted by `_rebuilt`.
+    """
     if id(kernel) not in _compiled:
         tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
         definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -266,9 +191,8 @@ def _code(kernel: GluonJITFunction) -> CodeType:
                 argument.annotation = None
         definition.decorator_list, definition.returns, definition.args.defaults = [], None, []
         definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
-        _Rewriting(definition).visit(definition)
         ast.increment_lineno(tree, kernel.starting_line_number - 1)
-        module = compile(ast.fix_missing_locations(tree), kernel.fn.__code__.co_filename, "exec")
+        module = compile(tree, kernel.fn.__code__.co_filename, "exec")
         _compiled[id(kernel)] = kernel, next(x for x in module.co_consts if inspect.iscode(x))
     return _compiled[id(kernel)][1]
 
@@ -281,12 +205,7 @@ def _rebuilt(kernel: GluonJITFunction) -> Callable:
     names: dict[str, Any] = {
         name: _seen(known[name], name) for name in _names(code) if name in known
     }
-    names |= {
-        "__builtins__": _BUILTINS,
-        "__simulated__": True,
-        "__carried": carried,
-        "__merged": merged,
-    }
+    names |= {"__builtins__": _BUILTINS, "__simulated__": True}
     defaults = tuple(_seen(value, "default") for value in function.__defaults__ or ())
     rebuilt = FunctionType(code, names, function.__name__, defaults)
     rebuilt.__kwdefaults__ = {
@@ -305,10 +224,6 @@ def _names(code: CodeType) -> set[str]:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            raise ValueError(
-                f"simulated kernels take tensors on the CPU, got one on {value.device}"
-            )
         return values.pointer(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
@@ -335,12 +250,8 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
 
 
 def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named) -> Any:
-    if warmup:
-        return JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **named)
     raw, given, options = _bound(kernel, arguments, named)
     order, seed, log = _simulations[-1]
-    if options.get("num_ctas", 1) != 1:
-        raise NotImplementedError("clusters are not simulated")
     shape: tuple[int, ...] = grid(raw) if callable(grid) else grid
     sizes = (*shape, 1, 1)[:3]
     chance, function = random.Random(seed), _rebuilt(kernel)

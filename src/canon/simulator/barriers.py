@@ -1,12 +1,10 @@
-"""Simulate mbarriers in shared memory, and the hardware's named barriers.
-
-A wait joins the clocks of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread
-Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
+"""Simulate mbarriers in shared memory, and the hardware's named barriers: a wait joins the clocks
+of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024).
 """
 
 from canon.simulator.program import Fault, Partition, Place, Program, here, join
 
-MAX_COUNT = (1 << 20) - 1  # arrivals, and bytes, that an mbarrier can count
+THREADS = 256  # at a named barrier: two warpgroups
 
 
 class Barrier:
@@ -31,17 +29,11 @@ class Barrier:
     def init(self, count: int) -> None:
         if self.count is not None:
             raise Fault(f"{self.name} is initialised twice, at {Place()}")
-        if not 1 <= count <= MAX_COUNT:
-            raise Fault(f"an mbarrier counts 1 to {MAX_COUNT} arrivals, got {count}, at {Place()}")
         self.id = self.program.new_actor()
         self.count = self.pending = count
         self.bytes = self.phase = self.landed = 0
 
     def arrive(self, count: int, expected: int = 0) -> None:
-        if not 0 <= expected <= MAX_COUNT:
-            raise Fault(
-                f"an mbarrier expects at most {MAX_COUNT} bytes, got {expected}, at {Place()}"
-            )
         if count > self.valid().pending:
             raise Fault(f"too many arrivals: {count} more at {self}, at {Place()}")
         self.program.note("arrive", expected, (self.name, self.phase))
@@ -65,8 +57,6 @@ class Barrier:
             self.settled = self.clock.copy()
 
     def wait(self, parity: int) -> None:
-        if parity not in (0, 1):
-            raise Fault(f"a parity is 0 or 1, got {parity}, at {Place()}")
         self.valid()
         me = here()
         me.block(lambda: self.phase % 2 != parity, lambda: f"parity {parity} of {self}")
@@ -76,39 +66,35 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A numbered barrier, complete after a number of threads has arrived."""
+    """A numbered barrier, complete after two warpgroups have arrived."""
 
     def __init__(self, number: int):
         self.name = f"named barrier {number}"
-        self.threads = self.come = self.rounds = 0
+        self.rounds = 0
         self.present: list[Partition] = []
         self.clock: dict[int, int] = {}
         self.settled: dict[int, int] = {}
 
-    def arrive(self, threads: int, stay: bool) -> None:
+    @property
+    def come(self) -> int:
+        return sum(32 * partition.warps for partition in self.present)
+
+    def arrive(self, stay: bool) -> None:
         """``stay``: block until the round ends."""
         me = here()
-        if self.come and threads != self.threads:
-            raise Fault(
-                f"{self.name} is used with {self.threads} and with {threads} threads, at {Place()}"
-            )
         if me in self.present:
             raise Fault(f"{me.name} comes to {self.name} twice in one round, at {Place()}")
-        self.threads = threads
-        self.come += 32 * me.warps
         self.present.append(me)
-        if self.come > threads:
-            raise Fault(f"{self.come} threads have come to {self.name} for {threads}, at {Place()}")
         join(self.clock, me.released())
         before = self.rounds
         me.program.note("arrive", 0, (self.name, before))
-        if self.come == threads:
-            self.rounds, self.come, self.present = self.rounds + 1, 0, []
+        if self.come == THREADS:
+            self.rounds, self.present = self.rounds + 1, []
             self.settled = self.clock.copy()
         if stay:
             me.block(
                 lambda: self.rounds > before,
-                lambda: f"{self.name} ({self.come} of {threads} threads have come)",
+                lambda: f"{self.name} ({self.come} of {THREADS} threads have come)",
             )
             me.program.note("wait", 0, (self.name, before))
             join(me.clock, self.settled)

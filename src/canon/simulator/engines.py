@@ -6,7 +6,6 @@ wgmma       enters its partition's queue   the warpgroup_mma_wait that takes it 
 TMA add     enters its partition's queue   store_wait (read), or the program's end (written)
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +13,10 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from canon.simulator.barriers import Barrier, NamedBarrier
-from canon.simulator.language import load
-from canon.simulator.memory import (
-    Access,
-    Allocation,
-    Descriptor,
-    Shared,
-    garbage,
-)
+from canon.simulator.language import let_others, load
+from canon.simulator.memory import Access, Allocation, Descriptor, Shared, garbage
 from canon.simulator.program import Fault, Place, here
 from canon.simulator.values import Tensor, number
-
-NAMED = re.compile(
-    r"\s*(?:bar|barrier)(?:\.cta)?\.(sync|arrive)\s+(\d+)\s*,\s*(\d+)\s*;\s*(mov\.u32\s+\$0\s*,\s*0\s*;)?\s*"
-)
-HARDWARE_BARRIERS = 16
-
 
 # Barriers and fences.
 
@@ -38,7 +25,7 @@ init = lambda mbarrier, count: mbarrier.barrier.init(count)
 
 
 def expect(mbarrier, bytes, pred=True):
-    """`mbarrier.expect`: count one arrival, and bytes to wait for."""
+    """Count one arrival, and bytes to wait for."""
     if number(pred):
         mbarrier.barrier.arrive(1, number(bytes))
 
@@ -64,24 +51,11 @@ def fence_async_shared():
     me.unfenced = []
 
 
-def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Simulate named barriers, the only inline assembly."""
-    if not (found := NAMED.fullmatch(asm)):
-        raise NotImplementedError(
-            f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are"
-        )
-    kind, name, threads = found[1], int(found[2]), int(found[3])
+def named_barrier(kind, number):
+    """Wait for two warpgroups at a hardware barrier ("sync"), or arrive there ("arrive")."""
     program = here().program
-    taken = 1 + len(program.partitions)
-    if not taken < name + 1 <= HARDWARE_BARRIERS:
-        raise Fault(
-            f"named barrier {name}: Triton itself uses 0 to {taken - 1}, there are 16, at {Place()}"
-        )
-    if threads % 32:
-        raise Fault(f"{threads} threads are no whole warps, at {Place()}")
-    program.named.setdefault(name, NamedBarrier(name)).arrive(threads, stay=kind == "sync")
+    program.named.setdefault(number, NamedBarrier(number)).arrive(stay=kind == "sync")
     program.step()
-    return Tensor(0, dtype)
 
 
 # TMA.
@@ -100,11 +74,8 @@ class Load:
     def __post_init__(self):
         self.started = here().program.note("load", self.descriptor.block_type.nbytes)
 
-    def __str__(self) -> str:
-        return f"{self.access} of {self.coordinates}, for {self.barrier}"
-
     def land(self) -> None:
-        self.view.data.fill_(self.descriptor.padding)
+        self.view.data.zero_()
         source, mine = self.descriptor.box(self.coordinates, self.view.data)
         mine.copy_(source)
         barrier = self.barrier.name, self.barrier.phase
@@ -142,11 +113,11 @@ class Add:
 
 
 def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True):
-    """`tma.async_copy_global_to_shared`."""
+    """`tma.async_load`."""
     if not number(pred):
         return
     coordinates = [number(c) for c in coord]
-    tensor_desc.check(coordinates, result)
+    tensor_desc.check(coordinates)
     barrier.barrier.valid()
     access = result.allocation.write(result.region, "TMA load", asynchronous=True)
     result.data.copy_(garbage(result.data))
@@ -162,7 +133,7 @@ def reduce_add(desc: Descriptor, coord: Any, smem: Shared) -> None:
     if here().acquired:
         raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
     coordinates = [number(c) for c in coord]
-    desc.check(coordinates, smem)
+    desc.check(coordinates)
     access, taint = smem.allocation.read(smem.region, "TMA add", asynchronous=True)
     if access is None:
         raise Fault(taint)
@@ -178,9 +149,12 @@ def store_wait(pendings):
 
 
 def look(place):
-    """Load with acquire. TMA sees the acquired data only after `fence_acquired`."""
+    """Load with acquire, after other programs. TMA sees the data only after `fence_acquired`."""
+    let_others()
+    found = load(place)
     here().acquired = True
-    return load(place, volatile=True)
+    here().look(place.data, found.data)
+    return found
 
 
 def fence_acquired() -> None:

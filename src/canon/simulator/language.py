@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from canon.simulator.program import Fault, Place, here
 from canon.simulator.values import (
-    BITS,
     HELD,
     Tensor,
     block,
@@ -30,8 +29,6 @@ UNDEFINED = -1  # result of a masked integer load without `other`, where it is m
 
 
 def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
-    if address.memory is None:
-        raise TypeError(f"{what} of {address.dtype}, which is no pointer, at {Place()}")
     at, keep = address.data, True if mask is None else tensor(mask).data
     if isinstance(keep, torch.Tensor):
         at = block(at, gl.int64)
@@ -63,17 +60,12 @@ def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
     return data[keep] if isinstance(keep, torch.Tensor) else data
 
 
-def load(pointer, mask=None, other=None, cache_modifier="", eviction_policy="", volatile=False):
-    """Masked elements are ``other``, or NaN. A ``volatile`` load first lets other programs run."""
-    if volatile:
-        _let_go_on()
+def load(pointer, mask=None, other=None):
+    """Masked elements are ``other``, or NaN."""
     at, keep = _addresses(pointer, mask, "load")
     kind = pointer.dtype.element_ty
     if keep is True:
-        found = held(pointer.memory[at])
-        if volatile:
-            here().look(at, found)
-        return Tensor(found, kind)
+        return Tensor(held(pointer.memory[at]), kind)
     rest = tensor((math.nan if kind.is_floating() else UNDEFINED) if other is None else other)
     result = block(cast(rest.data, rest.dtype, kind), kind).expand(pointer.shape).clone()
     if keep is not False:
@@ -81,7 +73,7 @@ def load(pointer, mask=None, other=None, cache_modifier="", eviction_policy="", 
     return Tensor(result, kind, rest.taint)
 
 
-def store(pointer, value, mask=None, cache_modifier="", eviction_policy=""):
+def store(pointer, value, mask=None):
     """A store without unmasked elements ignores its value."""
     at, keep = _addresses(pointer, mask, "store")
     if keep is not False:
@@ -92,11 +84,12 @@ def atomic_add(pointer, val, sem=None):
     """Return the old value. Then other programs may run."""
     before = load(pointer)
     store(pointer, before + val)
-    _let_go_on()
+    let_others()
     return before
 
 
-def _let_go_on() -> None:
+def let_others() -> None:
+    """Let other programs and partitions run."""
     here().program.let_others()
     here().program.step()
 
@@ -153,21 +146,19 @@ def abs(x):
 # Reductions.
 
 
-def sum(input, axis, keep_dims=False):
+def sum(input, axis):
     """`gl.sum`."""
-    total = input.data.sum(axis, keepdim=keep_dims)
+    total = input.data.sum(axis)
     return Tensor(fitted(total, input.dtype, "sum"), input.dtype, input.taint)
 
 
-def max(input, axis, keep_dims=False):
-    """`gl.max` in 32 bits or more. The hardware ignores NaN."""
-    if input.dtype.primitive_bitwidth < 32:
-        input = input.to(gl.float32 if input.dtype.is_floating() else gl.int32)
-    result = input.data.amax(axis, keepdim=keep_dims)
+def max(input, axis):
+    """`gl.max`. The hardware ignores NaN."""
+    result = input.data.amax(axis)
     if input.dtype.is_floating() and bool(result.isnan().any()):
         known = input.data.nan_to_num(-math.inf, math.inf, -math.inf)
-        unknown = input.data.isnan().all(axis, keepdim=keep_dims)
-        result = known.amax(axis, keepdim=keep_dims).masked_fill(unknown, math.nan)
+        unknown = input.data.isnan().all(axis)
+        result = known.amax(axis).masked_fill(unknown, math.nan)
     return Tensor(result, input.dtype, input.taint)
 
 
@@ -207,16 +198,10 @@ def any_above(x, limit, warpgroup):
 # The compiler and the launch.
 
 
-def static_assert(cond, msg=""):
-    """Raise AssertionError unless it holds."""
-    assert cond, msg
-
-
 def dynamic_range(*bounds):
     """Yield values where Python's range yields constants."""
-    wide = any(BITS[tensor(bound).dtype.name] == 64 for bound in bounds)
     for i in range(*map(number, bounds)):
-        yield Tensor(i, gl.int64 if wide else gl.int32)
+        yield Tensor(i, gl.int32)
 
 
 # Functions of one line.

@@ -1,12 +1,11 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something. Each partition and each barrier has a vector clock:
-arrivals join clocks into barriers, and waits join them into partitions.
+sometimes after it starts or signals something. Arrivals join vector clocks into barriers, and waits
+join them into partitions.
 
 Sources: Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988);
-Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009).
-"""
+Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009)."""
 
 import random
 import sys
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-IN_VAIN = 2000  # volatile loads of an unchanged value before a deadlock is reported
+IN_VAIN = 2000  # loads with acquire of an unchanged value before a deadlock is reported
 
 _current = threading.local()
 
 
 class Fault(RuntimeError):
-    """An error of a kernel: on a GPU it may hang, read garbage or have undefined behaviour."""
+    """An error of a kernel: on a GPU it may hang, or read garbage."""
 
 
 class Deadlock(Fault):
@@ -95,8 +94,8 @@ class Partition:
         self.unfenced: list[Any] = []
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last volatile load
-        self.looks = 0  # consecutive volatile loads with this result
+        self.seen: tuple[Any, Any] = (None, None)  # address and value of the last load with acquire
+        self.looks = 0  # consecutive ones with this result
         self.condition: Callable[[], bool] | None = None
         self.waits_for: Callable[[], str] = str
         self.place: Place | None = None
@@ -116,7 +115,7 @@ class Partition:
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Raise Deadlock after `IN_VAIN` equal volatile loads."""
+        """Raise Deadlock after `IN_VAIN` equal results."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         # a polling partition counts as blocked, so late TMA loads land
@@ -147,13 +146,8 @@ class Program:
         chance: random.Random,
         log: list[Event] | None = None,
     ):
-        self.indices, self.grid, self.order, self.chance, self.log = (
-            indices,
-            grid,
-            order,
-            chance,
-            log,
-        )
+        self.indices, self.grid = indices, grid
+        self.order, self.chance, self.log = order, chance, log
         # by the launching thread; partitions are other threads
         self.inference = torch.is_inference_mode_enabled()
         # probability that a ready partition keeps the baton
@@ -283,11 +277,8 @@ class Program:
             add.complete()
         for _, write in self.late:
             write()
-        if self.loads:
-            raise Fault(
-                f"the program ends while {len(self.loads)} TMA loads are in flight, the "
-                f"first {self.loads[0]}"
-            )
+        while self.loads:
+            self.land()
         for barrier in self.barriers:
             if barrier.bytes:
                 raise Fault(

@@ -16,7 +16,7 @@ from triton.language.semantic import TritonSemantic
 
 from canon.simulator.program import Fault, Place
 
-INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+INTEGERS = [f"int{bits}" for bits in (8, 16, 32, 64)]
 FLOATS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -29,13 +29,6 @@ MEMORY = {
     **{name: getattr(torch, name) for name in INTEGERS},
 }  # types in memory
 HELD = {**FLOATS, "int1": torch.bool, **dict.fromkeys(INTEGERS, torch.int64)}  # of values
-BITS = {name: int(name.lstrip("uint")) for name in ("int1", *INTEGERS)}
-LITERALS = (
-    (gl.int32, -(2**31), 2**31),
-    (gl.uint32, 0, 2**32),
-    (gl.int64, -(2**63), 2**63),
-    (gl.uint64, 0, 2**64),
-)
 
 COMPARISONS = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
 BITWISE = {operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift}
@@ -54,9 +47,6 @@ class Tensor:
     ):
         self.data: Any = data.item() if isinstance(data, torch.Tensor) and data.dim() == 0 else data
         self.dtype, self.taint, self.memory = dtype, taint, memory
-
-    def __repr__(self) -> str:
-        return f"{self.dtype}{self.shape}" if self.shape else f"{self.dtype}({self.data})"
 
     @property
     def shape(self) -> list[int]:
@@ -82,12 +72,7 @@ class Tensor:
         return binary(operator.sub, 0, self)
 
     def __invert__(self):
-        all_bits = -1 if self.dtype.is_int_signed() else (1 << BITS[self.dtype.name]) - 1
-        return binary(
-            operator.xor,
-            self,
-            Tensor(bool(all_bits) if self.dtype.is_int1() else all_bits, self.dtype),
-        )
+        return binary(operator.xor, self, Tensor(True if self.dtype.is_int1() else -1, self.dtype))
 
     def __getitem__(self, keys):
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
@@ -136,7 +121,7 @@ def tensor(x: Any) -> Tensor:
     if isinstance(x, bool):
         return Tensor(x, gl.int1)
     if isinstance(x, int):
-        return Tensor(x, next(kind for kind, low, stop in LITERALS if low <= x < stop))
+        return Tensor(x, gl.int32 if -(2**31) <= x < 2**31 else gl.int64)
     if isinstance(x, float):
         narrow = x == 0 or not math.isfinite(x) or 2.0**-126 <= abs(x) <= (2 - 2.0**-23) * 2.0**127
         return Tensor(ctypes.c_float(x).value, gl.float32) if narrow else Tensor(x, gl.float64)
@@ -187,12 +172,10 @@ def rounded(x: float, kind: Any) -> float:
 
 def wrapped(x: Any, kind: Any) -> Any:
     """Reduce an integer to the low bits of a type."""
-    bits = BITS[kind.name]
-    if bits == 64 and isinstance(x, torch.Tensor):
+    if kind.primitive_bitwidth == 64 and isinstance(x, torch.Tensor):
         return x
-    x = x & ((1 << bits) - 1)
-    half = 1 << (bits - 1)
-    return (x ^ half) - half if kind.is_int_signed() else x
+    half = 1 << (kind.primitive_bitwidth - 1)
+    return ((x & (2 * half - 1)) ^ half) - half
 
 
 def fitted(x: Any, kind: Any, what: str) -> Any:
@@ -202,9 +185,7 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
         return x if is_block else rounded(x, kind)
     if kind.is_int1():
         return x if isinstance(x, bool) or (is_block and x.dtype is torch.bool) else (x & 1) != 0
-    if not kind.is_int_signed():
-        return wrapped(x, kind)
-    bits = BITS[kind.name]
+    bits = kind.primitive_bitwidth
     if is_block:
         ends = x.aminmax() if bits < 64 and x.numel() else ()
     else:
@@ -221,8 +202,8 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
 def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
-    """Return both operands in their common type, the type and the taint. ``weak`` constants adopt a
-    type.
+    """Return both operands in their common type, the type and the taint. ``weak`` constants adopt
+    one.
     """
     x, y = tensor(a), tensor(b)
     kind = x.dtype

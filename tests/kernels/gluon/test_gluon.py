@@ -12,17 +12,14 @@ from hopper import (
     assert_methods,
     attend,
     forward,
-    hopper,
     inputs,
 )
 from sharded import DEVICE
 
 from canon import Mask
-from canon.fast import backward, local
-from canon.fast.kernels.gluon import config, launch
+from canon.fast.kernels.gluon import launch
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.tables.cells import Cells
-from canon.testing.judge import oracle
 
 pytestmark = HOPPER_ONLY
 MASKS = {
@@ -59,12 +56,6 @@ def test_head_widths(d, dv):
         assert_exact(attend(*arguments, mask, method=method, order=order, seed=d), *arguments, mask)
 
 
-@pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
-def test_the_heads_of_a_group_are_summed(h, g):
-    mask = Mask.causal(150)
-    assert_methods(attend, inputs(mask, h=h, g=g, dtype=torch.float16), mask)
-
-
 def test_heads_of_a_group_share_tiles_where_documents_are_short():
     ends = list(range(0, 301, 30))
     mask = Mask.documents(ends)
@@ -72,12 +63,6 @@ def test_heads_of_a_group_share_tiles_where_documents_are_short():
     assert launch.packing(Cells(Mask.causal(4096)), 128, 128, 8) == 1
     arguments = inputs(mask, b=2, h=8, g=1)
     assert_exact(attend(*arguments, mask), *arguments, mask)
-
-
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
-def test_any_scale(scale):
-    mask = Mask.window(140, 39, 4)
-    assert_methods(attend, inputs(mask), mask, scale)
 
 
 @pytest.mark.parametrize(
@@ -103,50 +88,7 @@ def test_any_strides_and_any_alignment():
     # the width is not the last in memory
     backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
     same = dout[:, :1].expand_as(dout)  # stride 0
-    assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask)
-
-
-def test_partial_results_come_in_float32():
-    mask = Mask.causal(140)
-    q, k, v, dout, dlse = inputs(mask)
-    with hopper():
-        out, lse = local.attention_forward(q, k, v, mask, out_dtype=torch.float32)
-        grads = backward.attention_backward(
-            dout, q, k, v, out, lse, mask, dlse=dlse, grad_dtype=torch.float32
-        )
-    exact = oracle(q, k, v, dout, mask, dlse=dlse)
-    assert all(x.dtype == torch.float32 for x in (out, *grads))
-    rounded = ((exact.out.to(torch.bfloat16) - exact.out).norm() / exact.out.norm()).item()
-    assert ((out - exact.out).norm() / exact.out.norm()).item() < 2 * rounded
-    whole, _ = local.merge(
-        out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
-    )
-    assert torch.equal(whole, out)
-
-
-def test_ping_pong_scheduling_changes_no_bit():
-    mask = Mask.causal(300)
-    arguments = inputs(mask, d=128, dv=128)
-    expected = attend(*arguments, mask).out
-    with config.forced(forward=Config(128, 128, 3)):  # without
-        assert torch.equal(attend(*arguments, mask).out, expected)
-
-
-@pytest.mark.parametrize(
-    "shared",
-    [
-        Config(192, 64, 3, 2),
-        Config(192, 64, 3, 2, ping_pong=True),
-        Config(192, 128, 4, 2, ping_pong=True),
-        Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True),
-    ],
-    ids=repr,
-)
-def test_three_warpgroups_may_share_a_tile(shared):
-    mask = Mask.documents([0, 31, 420])
-    arguments = inputs(mask, h=4, g=1)
-    for order in ("late", "early"):
-        assert_exact(forward(*arguments[:3], mask, shared, order=order), *arguments, mask)
+    assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask, -0.3)
 
 
 # --- the plain forward ---
@@ -166,6 +108,3 @@ def test_the_plain_forward_equals_the_oracle(mask, dtype):
         else:
             assert not got[0].any()
             assert got[1].isneginf().all()
-
-
-# --- on several ranks ---
