@@ -104,9 +104,9 @@ def precision_of(dtype: torch.dtype) -> str:
     return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 
-def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    step. Raises ValueError if no kernel supports the model here.
+def collect(model: Model, device: str) -> None:
+    """Launch all variants that the model's functions can need. Raises ValueError if no kernel
+    supports the model here.
     """
     if torch.are_deterministic_algorithms_enabled() != model.deterministic:
         torch.use_deterministic_algorithms(model.deterministic)  # imports PyTorch's compiler
@@ -115,9 +115,8 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
         torch.cuda.set_device(device)
     inputs = Inputs(model, device)
     with computing_with(model.backend):
-        for done, step in enumerate(steps(model), 1):
+        for step in steps(model):
             step(inputs)
-            progress(done)
 
 
 def steps(model: Model) -> list[Callable[["Inputs"], None]]:

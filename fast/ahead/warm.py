@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
+from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of
 from canon.fast.ahead.kernel_variants import functions as all_functions
 from canon.fast.device import BACKENDS, chosen_backend
 from canon.route.checks import DTYPES, check_method, checked_softcap
@@ -77,7 +77,6 @@ def warm_up(
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
         partial(collect, model, device),
-        len(steps(model)),
         identities(model),
         processes=processes,
         progress=progress,

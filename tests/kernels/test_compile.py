@@ -60,18 +60,17 @@ def allowed_spill(report):
 
     float32 and float64 use no tensor cores, so their speed matters less. For dq at D = 256, every
     Triton configuration without spills is slower. Triton kernels that visit keys in order have a
-    second loop, for tiles with several bands."""
+    second loop, for tiles with several bands. Triton 3.7, unlike 3.6, spills in dkdv on sm_90 if
+    Q has no tensor descriptor."""
     case = report["case"]
+    kernel = case["backend"], case["kernel"], case["describable"]
     if case["backend"] == "triton" and case["key_order"]:
         return 96
     if case["dtype"] in ("float32", "float64"):
         return 32
-    return (
-        28
-        if (case["backend"], case["kernel"], case["d"], case["describable"])
-        == ("triton", "dq", 256, True)
-        else 0
-    )
+    if kernel == ("triton", "dq", True) and case["d"] == 256:
+        return 28
+    return 24 if kernel == ("triton", "dkdv", False) and case["arch"] == 90 else 0
 
 
 def expected_waits(report):
@@ -122,7 +121,7 @@ def test_kernels_compile_without_spills_and_fit_the_device(arch, tmp_path):
         asdict(LONG_TABLE[case.kernel, (case.d, case.dv)][case.seen]) for case in cases if case.seen
     ]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
-    expected = [True for case in cases if case.kernel in ("merge", "merge_rows")]
+    expected = [True, True] * sum(case.kernel == "rows" for case in cases)
     assert merges == expected, "a warp writes lse in place before other warps have read it"
 
 

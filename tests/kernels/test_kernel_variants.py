@@ -48,8 +48,9 @@ cuda.is_cpu = lambda device: False
 
 
 def plan_for(arch):
-    launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
-        kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90
+    launch.choose = lambda kernel, q, v, describable: config.fitting(
+        kernel, launch.padded(q.shape[3]), launch.padded(v.shape[3]), q.itemsize,
+        SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90,
     )
     cuda.capability, kernel.architecture = lambda device: divmod(arch, 10), lambda device: arch
     cuda.gpu_of = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch])

@@ -9,9 +9,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from canon.fast.kernels import backend
 from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
+from canon.fast.kernels.triton.blocks import padded
 
 
 @dataclass(frozen=True)
@@ -140,25 +142,22 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
     return need
 
 
-def choose(
-    kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool
-) -> Config:
-    """Return the configuration for padded widths, or raise ValueError. ``describable``: descriptors
-    are possible.
+def choose(kernel: str, q: Tensor, v: Tensor, describable: bool) -> Config:
+    """Return the configuration for q and v, or raise ValueError. ``describable``: descriptors are
+    possible.
     """
+    d, dv = padded(q.shape[-1]), padded(v.shape[-1])
     if max(d, dv) > WIDEST:
         raise ValueError(
             f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to "
-            f"{d} and {dv}: "
-            "use canon.reference"
+            f"{d} and {dv}: use canon.reference"
         )
     if kernel in FORCED:
         return FORCED[kernel]
-    if is_cpu(device):
+    if is_cpu(q.device):
         return INTERPRETED_PARTS if kernel == "parts" else INTERPRETED
-    return fitting(
-        kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device)
-    )
+    limit, hopper = gpu_of(q.device).shared_memory, is_hopper(q.device)
+    return fitting(kernel, d, dv, q.element_size(), limit, describable, hopper)
 
 
 @lru_cache

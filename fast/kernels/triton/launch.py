@@ -84,22 +84,10 @@ def forward(
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
     config, table = plan("forward", q, v, cells, k, v)
-    group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     tensors += (lse if max_logits is None else max_logits,)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
-    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
-    options |= {"KEY_ORDER": table.key_order, **mma_options(config, q, v, k, out)}
-    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(
-        forward_kernel,
-        len(table.tiles) * batch_heads(q),
-        config,
-        arguments,
-        l2_heads,
-        (q, k, v, out, lse),
-        options,
-    )
+    options = {"MAX_LOGITS": max_logits is not None, **mma_options(config, softcap, q, v, k, out)}
+    run_over_keys(forward_kernel, config, table, tensors, scale, (q, k, v, out, lse), options)
 
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
@@ -125,8 +113,7 @@ def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
     """As `canon.fast.kernels.torch.rows.delta`."""
     lse = contiguous_rows(lse)
-    dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
-    tensors = (out, dout, lse, dlse_or_any, result)
+    tensors = (out, dout, lse, lse if dlse is None else contiguous_rows(dlse), result)
     options = {"HAS_DLSE": dlse is not None, **row_options(out, dout, accumulate=result.dtype)}
     run_rows(delta_kernel, out.shape, tensors, tensors, options)
 
@@ -165,21 +152,21 @@ def dq(
     """As `canon.fast.kernels.torch.launch.dq`."""
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dq", q, v, cells, k, v)
-    group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
+    options = mma_options(config, softcap, q, v, k, dout, dq)
+    run_over_keys(dq_kernel, config, table, tensors, scale, (q, k, v, dout, lse, dq), options)
+
+
+def run_over_keys(
+    kernel, config: Config, table: WorkTable, tensors, scale: float, strided, options: dict
+) -> None:
+    """Launch a CTA for each tile of queries and query head. ``tensors`` begin with q, k and v."""
+    q, k, v, *_ = tensors
+    group = q.shape[2] // k.shape[2]
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
-    options = {"SOFTCAP": softcap, "KEY_ORDER": table.key_order}
-    options |= mma_options(config, q, v, k, dout, dq)
+    options |= {"KEY_ORDER": table.key_order}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(
-        dq_kernel,
-        len(table.tiles) * batch_heads(q),
-        config,
-        arguments,
-        l2_heads,
-        (q, k, v, dout, lse, dq),
-        options,
-    )
+    run(kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, strided, options)
 
 
 def dkdv(
@@ -208,22 +195,15 @@ def dkdv(
     tensors += dq_or_any, dk, dv
     sizes = len(table.tiles), dk.shape[2], q.shape[2] // k.shape[2], heads
     arguments = (*tensors, table.tiles, table.spans, scale, *sizes)
-    options = {"FUSED": dq is not None, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
+    options = {"FUSED": dq is not None, "KEY_ORDER": table.key_order}
     options["HEADS"] = heads if table.key_order else 0
-    options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
+    options |= mma_options(config, softcap, q, v, k, dout, dq_or_any, dk, dv)
+    ctas = len(table.tiles) * batch_heads(dk)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
-        run(
-            dkdv_kernel,
-            len(table.tiles) * batch_heads(dk),
-            config,
-            arguments,
-            l2_heads,
-            strided,
-            options,
-        )
+        run(dkdv_kernel, ctas, config, arguments, l2_heads, strided, options)
 
 
 def refuse_atomics() -> None:
@@ -262,13 +242,8 @@ def merge(
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
     options = row_options(out, other_out, new_out, accumulate=accumulate_dtype(new_lse.dtype))
-    run_rows(
-        merge_kernel,
-        other_out.shape,
-        (*tensors, table),
-        tensors,
-        options | {"INDEXED": rows is not None},
-    )
+    options["INDEXED"] = rows is not None
+    run_rows(merge_kernel, other_out.shape, (*tensors, table), tensors, options)
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
@@ -317,7 +292,9 @@ def kernel_strides(x: Tensor) -> tuple[int, ...]:
     ], x.stride(-1)
 
 
-def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
+def mma_options(
+    config: Config, softcap: float | None, q: Tensor, v: Tensor, *others: Tensor
+) -> dict:
     """Return the constants of the kernels with MMAs."""
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
@@ -326,6 +303,7 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
         "ALIGN": stride_divisor(q, v, *others),
         "ACC": triton_dtype(accumulate_dtype(q.dtype)),
         "PRECISION": "tf32" if tf32 else "ieee",
+        "SOFTCAP": softcap,
         "TMA": config.tma,
         "PARTIAL_STAGES": config.partial_stages,
         "BM": config.rows,
@@ -343,11 +321,6 @@ def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     """Return Triton's float32 or float64."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
-
-
-def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the padded widths of q and v."""
-    return padded(q.shape[-1]), padded(v.shape[-1])
 
 
 def stride_divisor(*tensors: Tensor) -> int:
@@ -381,7 +354,7 @@ def plan(
 ) -> tuple[Config, WorkTable]:
     """Return the configuration and work table of a kernel that visits ``visited``."""
     describable = all(map(has_descriptor, visited))
-    config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
+    config = choose(kernel, q, v, describable)
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")

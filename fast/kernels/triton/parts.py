@@ -87,12 +87,8 @@ def parts_kernel(
     # key heads of a token are neighbours in memory
     head, batch = pid % heads, pid // heads // work_count
     entry = work + pid // heads % work_count * 4
-    first, begin, end, part = (
-        tl.load(entry),
-        tl.load(entry + 1),
-        tl.load(entry + 2),
-        tl.load(entry + 3),
-    )
+    first, begin = tl.load(entry), tl.load(entry + 1)
+    end, part = tl.load(entry + 2), tl.load(entry + 3)
     scale = tl.full((), scale_log2, ACC)
     row = first + tl.arange(0, BM)
     valid, query = row < rows, row // group
@@ -232,7 +228,7 @@ def sum_parts(
     """
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
-    config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
+    config = choose("parts", q, v, describable)
     if WORD % config.columns:
         raise ValueError(
             f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}"
@@ -243,21 +239,13 @@ def sum_parts(
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
     scale, softcap = split_scale(scale)
     q, scale = launch.signed(q, scale)
-    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
-    options |= launch.mma_options(config, q, v, k)
-    options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
+    options = launch.mma_options(config, softcap, q, v, k)
+    del options["PARTIAL_BN"], options["PARTIAL_STAGES"]
+    options["MAX_LOGITS"] = max_logits is not None
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
     tensors += (lses if max_logits is None else max_logits,)
-    arguments = (
-        *tensors,
-        *table[:2],
-        scale,
-        len(table.work),
-        table.words.shape[1],
-        t * (h // g),
-        h // g,
-        b * g,
-    )
+    sizes = len(table.work), table.words.shape[1], t * (h // g), h // g, b * g
+    arguments = (*tensors, *table[:2], scale, *sizes)
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     return outs, lses
 
@@ -266,18 +254,8 @@ def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads:
     """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {
-        "DV": dv,
-        "ACC": launch.triton_dtype(lses.dtype),
-    }
+    options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}
     options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
     arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h, share)
-    launch.run(
-        merge_parts_kernel,
-        -(-b * t * h // config.rows),
-        config,
-        arguments,
-        key_heads,
-        (out, lse),
-        options,
-    )
+    ctas = -(-b * t * h // config.rows)
+    launch.run(merge_parts_kernel, ctas, config, arguments, key_heads, (out, lse), options)
