@@ -86,7 +86,6 @@ def compile_ahead(
 
 
 def are_stamped(identities: Sequence[Any]) -> bool:
-    """Return whether `compile_ahead` has completed all of them."""
     return all(_stamp(identity).exists() for identity in identities)
 
 
@@ -187,7 +186,7 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
-    """Run the jobs in forks. Yield None or the error of each job."""
+    """Run the jobs in forks. Yield None or the error of each."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         for future in as_completed([pool.submit(_run, index) for index in range(len(jobs))]):

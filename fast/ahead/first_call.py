@@ -1,9 +1,8 @@
-"""Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
-for a compiler.
+"""Compile all kernels of a model in its first call, so that no later call waits for a compiler.
 
 A model is all that fixes the variants of its kernels: those that `warm_up` compiles. The first
-process of a host compiles for all, in new interpreters, so scripts need no main guard. Rank 0
-writes a line. CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
+process of a host compiles for all, in new interpreters, so scripts need no main guard.
+CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
 """
 
 import os
@@ -44,7 +43,6 @@ def compile_for(call: Call) -> None:
 
 
 def model_of(call: Call) -> Model:
-    """Return the model of a call."""
     (_, _, h, d), (_, _, g, _), _, *weights = call.shapes
     g, dv = h if weights else g, call.value_width  # K and V of each query head are projected
     return Model(

@@ -75,7 +75,6 @@ class Model:
 
     @property
     def packs(self) -> list[int]:
-        """How many query heads of a group may share a Gluon tile."""
         group = self.heads[0] // self.heads[1]
         return [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
 
@@ -100,7 +99,6 @@ class Model:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return PyTorch's precision of float32 products; other dtypes do not depend on it."""
     return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 
@@ -179,7 +177,6 @@ class Inputs:
         )
 
     def of_all_sizes(self) -> list["Inputs"]:
-        """Return these inputs, and some without queries or keys."""
         return [
             self,
             *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0))),
@@ -187,12 +184,10 @@ class Inputs:
 
 
 def whole_forward(inputs: Inputs) -> None:
-    """Launch the forward for all keys."""
     _forward(inputs, inputs.model.dtype)
 
 
 def forward_parts(inputs: Inputs) -> None:
-    """Launch the forward for some keys, into the accumulation dtype."""
     _forward(inputs, inputs.model.accumulate)
 
 
@@ -209,7 +204,7 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
 
 
 def few_queries(x: Inputs) -> None:
-    """Launch the kernels of parts. Keys that no query sees exclude descriptors."""
+    """Keys that no query sees exclude descriptors."""
     if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
         for mask, dtype in product(
             (x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes
@@ -220,7 +215,6 @@ def few_queries(x: Inputs) -> None:
 
 
 def few_queries_in_order(x: Inputs) -> None:
-    """Launch the Hopper kernels for few queries in key order, and the forward after them."""
     for kernels, pack, y in slices_forced(x):
         few, config = kernels.few_queries_launch, kernels.forward_config(x.q, x.v, x.cells)[0]
         planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
@@ -244,7 +238,6 @@ def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
 
 
 def few_queries_on_ranks(x: Inputs) -> None:
-    """Launch the Hopper kernels of `decode_in_order`."""
     for kernels, _, y in slices_forced(x):
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
@@ -260,7 +253,6 @@ def few_queries_on_ranks(x: Inputs) -> None:
 
 
 def whole_backward(inputs: Inputs) -> None:
-    """Launch the backward of one rank."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -271,7 +263,6 @@ def whole_backward(inputs: Inputs) -> None:
 
 
 def backward_parts(inputs: Inputs) -> None:
-    """Launch the backward for some keys, perhaps into the accumulation dtype."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -290,7 +281,7 @@ def backward_parts(inputs: Inputs) -> None:
 
 
 def masked_rows(x: Inputs) -> None:
-    """Launch Gluon's copies and fills for masked rows."""
+    """Launch Gluon's copies and fills."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
     from canon.fast.kernels.triton.rows import (
@@ -310,7 +301,6 @@ def masked_rows(x: Inputs) -> None:
 
 
 def merges(x: Inputs) -> None:
-    """Launch the merges of parts."""
     out, lse = x.out.to(x.model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
@@ -319,13 +309,11 @@ def merges(x: Inputs) -> None:
 
 
 def whole_merges(x: Inputs) -> None:
-    """Launch `merge` in both dtypes."""
     for dtype, other in product(x.model.result_dtypes, x.model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(x: Inputs) -> None:
-    """Launch the kernels that take active queries."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -339,7 +327,6 @@ def active_rows(x: Inputs) -> None:
 
 
 def sinks(x: Inputs) -> None:
-    """Launch the kernels of a sink."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
@@ -349,13 +336,11 @@ def sinks(x: Inputs) -> None:
 
 
 def rank_sums(x: Inputs) -> None:
-    """Launch the sums over ranks of `strided_attention`."""
     for ranks, dtype, total in product(x.model.ranks, x.model.key_grad_dtypes, (x.k, x.v)):
         rows_for(x.q).sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
 
 def cast_rows(x: Inputs) -> None:
-    """Launch the kernels of group collectives."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     # it can change the widths of `as_heads`
@@ -373,7 +358,6 @@ def cast_rows(x: Inputs) -> None:
 
 
 def exchanged_rows(x: Inputs) -> None:
-    """Launch the copies for messages of a mesh."""
     for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
         operations = rows_for(y)
         operations.copy_tokens(y, torch.empty_like(y))
@@ -440,11 +424,9 @@ LOCAL = {  # functions that are no algorithms
 
 
 def variants_of(function: str) -> list[Callable[[Inputs], None]]:
-    """Return a function's groups of launches."""
     names = LOCAL[function] if function in LOCAL else ALGORITHMS["fast", function].variants
     return [globals()[name] for name in names]
 
 
 def functions() -> list[str]:
-    """Return the names of all functions with kernels."""
     return [*LOCAL, *(function for side, function in ALGORITHMS if side == "fast")]

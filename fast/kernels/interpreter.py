@@ -37,7 +37,6 @@ _repaired = threading.Event()
 
 
 def is_requested() -> bool:
-    """Return whether Triton interprets the kernels that are defined from now on."""
     return triton.knobs.runtime.interpret
 
 
@@ -77,7 +76,7 @@ def _probe(x, out, N: tl.constexpr):
 
 
 def _check_bfloat16() -> None:
-    """Compare an interpreted kernel with PyTorch on small integers, whose sums are exact."""
+    """Compare a kernel with PyTorch on small integers, whose sums are exact."""
     from triton.runtime.interpreter import InterpretedFunction
 
     x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()

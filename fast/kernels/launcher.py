@@ -49,7 +49,6 @@ def launch(
 
 
 def _out_of_resources() -> Any:
-    """Return the class of Triton's error, which is imported only if a launch raises."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
@@ -64,7 +63,6 @@ def _repair(kernel: Any) -> None:
 def _launch(
     kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict
 ) -> "CompiledKernel | None":
-    """Launch a kernel. Return the compiled kernel, or None on a CPU."""
     if device.type == "meta":
         return None
     if device.type == "cpu":  # interpreted or simulated
@@ -88,7 +86,6 @@ def _launch(
 
 
 def copy_back(x: Tensor, written: Tensor) -> None:
-    """Copy a result into x, unless a kernel has written it in place."""
     if written is not x:
         x.copy_(written)
 
@@ -113,12 +110,11 @@ def _tma_strides(
 
 
 def is_recording() -> bool:
-    """Return whether this thread's launches are being recorded."""
     return getattr(_recorders, "current", None) is not None
 
 
 def give_up_recording(reason: str) -> None:
-    """Let the pass that this thread records run as written in each call."""
+    """Let this thread's pass run as written in each call."""
     if (recorder := getattr(_recorders, "current", None)) is not None:
         recorder.give_up(reason)
 
@@ -171,7 +167,7 @@ def meta_stands_for(gpu: Gpu | None) -> Iterator[None]:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Return whether kernels on this device are interpreted or simulated."""
+    """Return whether kernels here are interpreted or simulated."""
     return device.type == "cpu" or (device.type == "meta" and _meta_stands_for.get() is None)
 
 
@@ -200,10 +196,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device."""
     return gpu_of(device).capability
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Return the number of SMs of a CUDA device."""
     return gpu_of(device).multiprocessors

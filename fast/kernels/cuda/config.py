@@ -15,8 +15,6 @@ KERNELS = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and launch options."""
-
     rows: int
     columns: int
     warps: int
@@ -71,7 +69,6 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the dynamic shared memory of a CTA."""
     rows, columns, stages = config.rows, config.columns, config.stages
     need = tile_bytes(kernel, rows, columns, stages, d, dv) + 32 * (stages + 1)
     if kernel == "forward":  # out takes the place of Q

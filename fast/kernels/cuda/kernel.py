@@ -22,8 +22,6 @@ _collected: list[dict[Any, Callable[[], Any]]] = []  # of `collecting`
 
 
 class Variant(NamedTuple):
-    """The macros, the warps, and the bytes of dynamic shared memory."""
-
     macros: Macros
     warps: int
     shared_bytes: int
@@ -67,8 +65,6 @@ class Kernel:
 
 
 class LoadedKernel:
-    """A variant of a kernel, on the device of this index."""
-
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
         self.kernel, self.variant, self.device = kernel, variant, device
         name = f"canon_{kernel.name}"
@@ -80,7 +76,6 @@ class LoadedKernel:
         return partial(self.launch, grid[0])
 
     def launch(self, ctas: int, *arguments: Any) -> None:
-        """Launch on the current stream, or raise RuntimeError with the driver's error."""
         image = bytearray(self.kernel.image(arguments))
         struct.pack_into(
             f"<{self.kernel.pointers}Q",
@@ -115,14 +110,13 @@ def _cuda() -> ctypes.CDLL:
 
 
 def architecture(device: torch.device) -> int:
-    """Return 80 for sm_80."""
     major, minor = capability(device)
     return 10 * major + minor
 
 
 @contextmanager
 def collecting(jobs: dict[Any, Callable[[], Any]]) -> Iterator[None]:
-    """Inside the block, add the compilation of each new variant to ``jobs``; launch nothing."""
+    """Inside the block, add compilations to ``jobs``; launch nothing."""
     _collected.append(jobs)
     try:
         yield

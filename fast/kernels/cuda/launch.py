@@ -131,7 +131,6 @@ def dkdv(
 
 
 def check(q: Tensor) -> None:
-    """Raise ValueError for another dtype or device."""
     remedy = 'use backend("triton")'
     if q.dtype not in DTYPES:
         raise ValueError(f"the CUDA kernels support bfloat16 and float16, not {q.dtype}: {remedy}")
@@ -144,7 +143,6 @@ def check(q: Tensor) -> None:
 
 
 def uncapped(scale: Scale) -> float:
-    """Return the scale as a number. Raises ValueError if it has a soft-cap."""
     number, softcap = split_scale(scale)
     if softcap is not None:
         raise ValueError(
@@ -154,9 +152,8 @@ def uncapped(scale: Scale) -> float:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if 16 bytes of a row cannot be read at a time, or
-    tokens or heads share memory.
-    """
+    """Return x, or a contiguous copy if 16 bytes of a row cannot be read at a time, or tokens or
+    heads share memory."""
     if tma_loadable(x):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -175,7 +172,6 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkTable]:
-    """Return the configuration and the work table."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
     return config, work_table(
@@ -192,7 +188,6 @@ def run(
     numbers: tuple,
     result: Tensor,
 ) -> None:
-    """Launch ``ctas`` CTAs."""
     if not ctas:
         return
     strides = (stride for x in strided for stride in kernel_strides(x)[:-1])
@@ -201,7 +196,6 @@ def run(
 
 
 def variant_of(config: Config, q: Tensor, v: Tensor, result: torch.dtype) -> Variant:
-    """Return the variant of a kernel for these tensors."""
     macros = config.macros() | {
         "CANON_D": q.shape[-1],
         "CANON_DV": v.shape[-1],

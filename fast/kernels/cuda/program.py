@@ -30,10 +30,7 @@ class Program(NamedTuple):
     folder: Path = FOLDER
 
     def compiled(self) -> bytes:
-        """Return the cubin from the cache, or compile and keep it.
-
-        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError.
-        """
+        """Return the cubin from the cache, or compile and keep it."""
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
             if path.exists():
@@ -76,7 +73,6 @@ class Program(NamedTuple):
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC, or raise ModuleNotFoundError."""
     # `cuda.core` replaces modules during import: a second thread would find a part
     with _importing:
         return _imported()
@@ -101,7 +97,6 @@ def _imported():
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cubins."""
     chosen = os.environ.get("CANON_CACHE_DIR")
     return Path(chosen) if chosen else Path(knobs.cache.dir) / "canon-cuda"
 

@@ -38,9 +38,7 @@ ROW_NUMBERS = "tokens", "heads", "batch_heads"
 
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
-    """Return (pointer to the table entry, batch, head) of this CTA's work tile. Consecutive CTAs
-    take a tile of ``l2_heads`` heads, which share the L2 cache.
-    """
+    """Return the table entry, batch and head of this CTA. ``l2_heads`` heads share the L2 cache."""
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
     entry = tiles + pid % (count * l2_heads) // l2_heads * 5
@@ -81,14 +79,14 @@ def tanh(x):
 
 @triton.jit
 def capped(s, scale, SOFTCAP: tl.constexpr):
-    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its slope."""
+    """Return softcap * tanh(s * scale / softcap), in base 2, and its slope."""
     ratio, slope = tanh(s * (scale * (1.0 / (SOFTCAP * LOG2E))))
     return ratio * (SOFTCAP * LOG2E), slope
 
 
 @triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b, with wide operands a b first: acc would be rounded after each term."""
+    """Return acc + a b, with wide a b first: acc would be rounded after each term."""
     # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
     if a.dtype.primitive_bitwidth > 16:
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -97,7 +95,6 @@ def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
-    """Return the pointer to one head of x."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
     if ALIGN > 1:  # such a hint on an argument would be lost
         start = tl.multiple_of(start, ALIGN)
@@ -113,7 +110,6 @@ def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.c
 
 @triton.jit
 def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
-    """Return the pointer to one head of a row statistic, last stride 1."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
@@ -125,7 +121,7 @@ def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the offsets (ROWS, padded) inside a tile of ROWS tokens."""
+    """Return the offsets (ROWS, padded) inside a tile."""
     row, column = tl.arange(0, ROWS), tl.arange(0, padded(WIDTH))
     if ALIGN == 0:
         row, column = row.to(tl.int64), column.to(tl.int64)
@@ -137,7 +133,6 @@ def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.con
 
 @triton.jit
 def row_start(first, stride, ALIGN: tl.constexpr):
-    """Return the offset of row (or head) ``first``."""
     start = tl.cast(first, tl.int64) * stride
     if ALIGN > 1:
         start = tl.multiple_of(start, ALIGN)
@@ -159,7 +154,6 @@ def full_tile_source(
     x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Return the source of `load_full_tile`."""
     if TMA:
         return x, head, strides
     else:
@@ -251,9 +245,8 @@ def chained_stop(span, COLUMNS: tl.constexpr):
 
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
-    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
-    columns that a band touches. Words of 64 columns take few registers.
-    """
+    """Return the cells (rows, COLUMNS) in any band of a chained span, and the columns that a band
+    touches. Words of 64 columns take few registers."""
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0
     low = tl.zeros_like(rows).to(tl.int64)

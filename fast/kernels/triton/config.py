@@ -1,6 +1,6 @@
-"""Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and
-element size. A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys
-x queries in "dkdv" and "fused". In "parts", rows are pairs of a query and a head."""
+"""Tile sizes of the Triton kernels: the fastest that fits. A CTA owns ``rows`` and visits
+``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". In "parts",
+rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,6 @@ from canon.fast.kernels.triton.blocks import padded
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch options of a kernel."""
-
     rows: int
     columns: int
     warps: int = 8
@@ -122,7 +120,6 @@ backend.FORCED.append(FORCED)
 def tile_bytes(
     kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
 ) -> int:
-    """Return the bytes of owned and visited tiles, and of visited row statistics."""
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -131,7 +128,7 @@ def tile_bytes(
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
-    """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
+    """Return the most bytes of shared memory, with 1 KB for barriers."""
     need = 1024 + tile_bytes(kernel, config.rows, config.columns, config.stages, d, dv, itemsize)
     if itemsize > 2:
         need += itemsize * config.rows * config.columns * (2 if kernel in ("dkdv", "fused") else 1)
@@ -184,7 +181,7 @@ def fitting(
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the device is sm_90 or later, and so has TMA."""
+    """Return whether the device is sm_90 or later."""
     return not is_cpu(device) and capability(device) >= (9, 0)
 
 

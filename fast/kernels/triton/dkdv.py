@@ -62,7 +62,7 @@ def dkdv_step(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T of a tile. ``visible``: None is all."""
+    """Return dk + ds^T q, dv + p^T dout and ds^T of a tile."""
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     if SOFTCAP is not None:
@@ -118,7 +118,7 @@ def add_dq(
     pointer, first, strides, head, valid, ds, k, scale, D: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add scale ds k to dq of one tile of queries, by atomics. ``ds`` is (keys, queries)."""
+    """Add scale ds k to dq of one tile of queries. ``ds`` is (keys, queries)."""
     offset = tile_offsets(strides, valid.shape[0], D, ALIGN)
     x = (
         pointer

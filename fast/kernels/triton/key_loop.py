@@ -26,7 +26,6 @@ def key_sources(
     k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head, D: tl.constexpr, DV: tl.constexpr,
     ALIGN: tl.constexpr, TMA: tl.constexpr, BN: tl.constexpr, PARTIAL_BN: tl.constexpr,
 ):  # fmt: skip
-    """Return where partial and full tiles of K and V of a key head are loaded from."""
     k_rows = rows_of(k, batch, head, k_strides, PARTIAL_BN, D, ALIGN)
     v_rows = rows_of(v, batch, head, v_strides, PARTIAL_BN, DV, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D, ALIGN, TMA)

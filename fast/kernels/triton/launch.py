@@ -100,7 +100,6 @@ def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q times the sign of `base2_scale`, and the scale. NaN stays NaN."""
     scale, sign = base2_scale(scale, q.dtype)
     if sign == 1:
         return q, scale
@@ -132,7 +131,6 @@ def empty_statistics(lse: Tensor) -> None:
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
-    """Return lse and delta with equal strides."""
     lse, delta = map(contiguous_rows, (lse, delta))
     return (
         (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
@@ -207,7 +205,6 @@ def dkdv(
 
 
 def refuse_atomics() -> None:
-    """Raise RuntimeError, or warn if PyTorch only warns."""
     message = (
         'backward="fused" adds to dq in any order except on Hopper, but '
         "torch.use_deterministic_algorithms(True) is set"
@@ -247,7 +244,6 @@ def merge(
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs on the tokens and heads of ``shape``."""
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -268,9 +264,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
-    """Yield the strides of each tensor: a tuple, on whose numbers Triton specialises, for
-    (b, t, h, d); two numbers, which depend on the tokens, for (b, h, t).
-    """
+    """Yield the strides of each tensor: a tuple, on which Triton specialises, for (b, t, h, d); two
+    numbers for (b, h, t)."""
     for x in tensors:
         if x.ndim == 4:
             yield kernel_strides(x)
@@ -295,7 +290,6 @@ def kernel_strides(x: Tensor) -> tuple[int, ...]:
 def mma_options(
     config: Config, softcap: float | None, q: Tensor, v: Tensor, *others: Tensor
 ) -> dict:
-    """Return the constants of the kernels with MMAs."""
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "D": q.shape[-1],
@@ -313,21 +307,18 @@ def mma_options(
 
 
 def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
-    """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
+    """Return the constants of the kernels without MMAs."""
     options = {"D": tensors[0].shape[-1], "ALIGN": stride_divisor(*tensors)}
     return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return Triton's float32 or float64."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, in elements, for
-    wide loads; 1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32
-    bits.
-    """
+    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, for wide loads;
+    1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32 bits."""
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
@@ -335,24 +326,22 @@ def stride_divisor(*tensors: Tensor) -> int:
 
 
 def batch_heads(x: Tensor) -> int:
-    """Return batches times heads."""
     return x.shape[0] * x.shape[2]
 
 
 def head_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of one head of all these tensors (b, t, h, d)."""
+    """Return the bytes of one head of all these tensors."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: groups, which read ``bytes_each`` again."""
+    """Return how many heads run at a time: groups, which read ``bytes_each`` again."""
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
 def plan(
     kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
-    """Return the configuration and work table of a kernel that visits ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, q, v, describable)
     if config.tma and not describable:  # only if `forced`
@@ -375,6 +364,5 @@ def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
     fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
     return fits and (is_cpu(x.device) or is_hopper(x.device))

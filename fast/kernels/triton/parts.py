@@ -223,9 +223,8 @@ def forward_in_parts(
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows) of each part. Rows: batches x key heads x
-    queries x heads of a group.
-    """
+    """Return out (parts, rows, dv) and lse (parts, rows). Rows: batches x key heads x queries x
+    heads of a group."""
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", q, v, describable)
@@ -251,7 +250,6 @@ def sum_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}

@@ -1,4 +1,4 @@
-"""The row operations of the Triton kernels, as `canon.fast.kernels.backend.Rows` names them."""
+"""The row operations of the Triton kernels: the functions of `canon.fast.kernels.torch.rows`."""
 
 from canon.fast.kernels.triton.launch import delta, merge, sum_heads
 from canon.fast.kernels.triton.rows import (

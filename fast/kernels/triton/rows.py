@@ -229,13 +229,11 @@ def statistic_kernel(
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Launch `take_rows_kernel`; the last stride of out is 1."""
     options = {**launch.row_options(k, v, out), "DV": v.shape[-1]}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
-    """As `canon.fast.kernels.torch.rows.copy_rows`. ``rows`` is int64."""
     if x.shape[3] == 1:
         copy_statistic(_of_heads(x), _of_heads(part), rows)
     else:
@@ -243,7 +241,6 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Launch `statistics_kernel`."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
@@ -251,7 +248,6 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Launch `row_kernel` with ADD, for distinct rows."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -261,16 +257,13 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Launch `add_rows_kernel`; total may be x."""
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
 
 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
-    """As `canon.fast.kernels.torch.rows.copy_tokens`. ``states`` (int8, for each token): copy where
-    it is 1, write 0 where it is 0, else leave.
-    """
+    """Write copy = x; with ``states`` (int8, for each token) where it is 1, and 0 where it is 0."""
     if x.shape[3] == 1 and states is None:
         copy_statistic(_of_heads(x), _of_heads(copy))
         return
@@ -281,7 +274,6 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
 
 def zero_rows(x: Tensor) -> None:
-    """Launch `zero_rows_kernel`."""
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 
@@ -303,5 +295,5 @@ def _run_statistic_kernel(x: Tensor, result: Tensor, rows: Tensor | None, masked
 
 
 def _of_heads(x: Tensor) -> Tensor:
-    """Return x (b, t, h, 1) as a statistic (b, h, t), whose strides compile no variants."""
+    """Return x (b, t, h, 1) as (b, h, t), whose strides compile no variants."""
     return x[..., 0].transpose(1, 2)

@@ -96,7 +96,6 @@ def sink_backward_kernel(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
-    """Launch `sink_kernel`."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     options = launch.row_options(out, result, accumulate=lse.dtype)
     launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
@@ -105,7 +104,6 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Launch `sink_backward_kernel`. ``out`` is that of the keys."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

@@ -66,8 +66,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Statistics of a compiled kernel."""
-
     name: str
     case: Case
     config: Config | hopper_config.Config
@@ -85,7 +83,6 @@ class Compiled:
 
 
 def main_cases(arch: int) -> list[Case]:
-    """Return the cases of one architecture."""
     widths, of = (64, 128, 256), partial(Case, arch=arch)
     descriptors = (False, True) if arch >= 90 else (False,)
     cases = [
