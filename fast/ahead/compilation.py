@@ -86,6 +86,7 @@ def compile_ahead(
 
 
 def are_stamped(identities: Sequence[Any]) -> bool:
+    """Return whether `compile_ahead` has completed all."""
     return all(_stamp(identity).exists() for identity in identities)
 
 

@@ -43,6 +43,7 @@ def compile_for(call: Call) -> None:
 
 
 def model_of(call: Call) -> Model:
+    """Return the model of a call."""
     (_, _, h, d), (_, _, g, _), _, *weights = call.shapes
     g, dv = h if weights else g, call.value_width  # K and V of each query head are projected
     return Model(

@@ -1,9 +1,9 @@
 """Enumerate the kernel variants that a model can need, whatever the masks.
 
 `collect` launches each kernel on small tensors, while compilations are recorded, in every way that
-a mask, a size or a layout may choose: methods, configurations, packed heads, dtypes of parts,
-widths of `as_heads`, empty shards (which TMA cannot describe). Other strides and addresses, and
-several sequences of 2^31 elements each, compile when first used."""
+a mask, a size or a layout may choose. Other strides and addresses, and several sequences of 2^31
+elements each, compile when first used.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,6 +99,7 @@ class Model:
 
 
 def precision_of(dtype: torch.dtype) -> str:
+    """Return the precision of float32 products."""
     return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 
@@ -184,10 +185,12 @@ class Inputs:
 
 
 def whole_forward(inputs: Inputs) -> None:
+    """All keys."""
     _forward(inputs, inputs.model.dtype)
 
 
 def forward_parts(inputs: Inputs) -> None:
+    """Some keys, into the accumulation dtype."""
     _forward(inputs, inputs.model.accumulate)
 
 
@@ -215,6 +218,7 @@ def few_queries(x: Inputs) -> None:
 
 
 def few_queries_in_order(x: Inputs) -> None:
+    """In key order, and the forward after them."""
     for kernels, pack, y in slices_forced(x):
         few, config = kernels.few_queries_launch, kernels.forward_config(x.q, x.v, x.cells)[0]
         planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
@@ -238,6 +242,7 @@ def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
 
 
 def few_queries_on_ranks(x: Inputs) -> None:
+    """The kernels of `decode_in_order`."""
     for kernels, _, y in slices_forced(x):
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
@@ -253,6 +258,7 @@ def few_queries_on_ranks(x: Inputs) -> None:
 
 
 def whole_backward(inputs: Inputs) -> None:
+    """One rank."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -263,6 +269,7 @@ def whole_backward(inputs: Inputs) -> None:
 
 
 def backward_parts(inputs: Inputs) -> None:
+    """Some keys."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -301,6 +308,7 @@ def masked_rows(x: Inputs) -> None:
 
 
 def merges(x: Inputs) -> None:
+    """Merges of parts."""
     out, lse = x.out.to(x.model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
@@ -309,11 +317,13 @@ def merges(x: Inputs) -> None:
 
 
 def whole_merges(x: Inputs) -> None:
+    """`merge`, in both dtypes."""
     for dtype, other in product(x.model.result_dtypes, x.model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(x: Inputs) -> None:
+    """Kernels of active queries."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -327,6 +337,7 @@ def active_rows(x: Inputs) -> None:
 
 
 def sinks(x: Inputs) -> None:
+    """A sink."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
@@ -336,11 +347,13 @@ def sinks(x: Inputs) -> None:
 
 
 def rank_sums(x: Inputs) -> None:
+    """Sums of `strided_attention`."""
     for ranks, dtype, total in product(x.model.ranks, x.model.key_grad_dtypes, (x.k, x.v)):
         rows_for(x.q).sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
 
 def cast_rows(x: Inputs) -> None:
+    """Group collectives."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     # it can change the widths of `as_heads`
@@ -358,6 +371,7 @@ def cast_rows(x: Inputs) -> None:
 
 
 def exchanged_rows(x: Inputs) -> None:
+    """Messages of a mesh."""
     for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
         operations = rows_for(y)
         operations.copy_tokens(y, torch.empty_like(y))
@@ -424,9 +438,11 @@ LOCAL = {  # functions that are no algorithms
 
 
 def variants_of(function: str) -> list[Callable[[Inputs], None]]:
+    """Return a function's groups of launches."""
     names = LOCAL[function] if function in LOCAL else ALGORITHMS["fast", function].variants
     return [globals()[name] for name in names]
 
 
 def functions() -> list[str]:
+    """Return the names of all functions with kernels."""
     return [*LOCAL, *(function for side, function in ALGORITHMS if side == "fast")]

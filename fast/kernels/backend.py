@@ -25,12 +25,11 @@ class Backend:
     """A kernel backend: the modules with its functions, and what they support.
 
     ``serves(device, dtype, d, dv, method)``: whether the automatic choice may take it; ``method``
-    is that of the backward pass, "split" for the forward pass. ``check_device(x)`` raises
-    RuntimeError or ValueError if its row operations do not run on the device of x, and ``check(q)``
-    if its kernels do not support q. ``extras``: "max_logits" if `forward` takes them,
-    "parts" if ``parts_module`` sums few queries over many keys in parts. ``automatic``: whether it
-    is taken without being asked for. ``compiles``: whether `canon.fast.ahead` compiles its kernels.
-    ``replayable``: whether `launcher.launch` or PyTorch sees all it does.
+    is "split" for the forward pass. ``check_device(x)`` and ``check(q)`` raise RuntimeError or
+    ValueError if row operations do not run on the device of x, or kernels do not support q.
+    ``extras``: "max_logits" if `forward` takes them, "parts" if ``parts_module`` sums few queries
+    over many keys in parts. ``automatic``: taken without being asked for. ``compiles``:
+    `canon.fast.ahead` compiles its kernels. ``replayable``: `launcher.launch` sees all it does.
     """
 
     name: str

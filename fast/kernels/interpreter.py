@@ -3,15 +3,15 @@
 The first interpreted launch calls `repair`, for the whole process.
 
     fault of the interpreter                     repair
-    bfloat16 is computed as uint16 patterns      hold it as float32, round each result to nearest
-    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6, numpy 2.4)
+    bfloat16 is computed as uint16 patterns      hold it as float32, round each result
+    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6)
     NumPy warns of -inf - -inf and overflow      silence NumPy during a launch
     launches from several threads interfere      run one at a time
     each inner call patches triton.language      once per launch: milliseconds per call
     tl.dot runs on BLAS threads                  torch's matmul on one thread
     tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
-    integer sums are checked for overflow        skip the check: a quarter of the time
+    integer sums are checked for overflow        skip it: a quarter of the time
 
 Atomics and bitcasts of bfloat16, inline assembly and Gluon cannot be interpreted.
 """
@@ -37,6 +37,7 @@ _repaired = threading.Event()
 
 
 def is_requested() -> bool:
+    """Return whether new kernels are interpreted."""
     return triton.knobs.runtime.interpret
 
 

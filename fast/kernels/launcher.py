@@ -1,8 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch; `launch` does so once for each key
-(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device
-stand for those of a `Gpu` or a CPU; their launches do nothing.
+Triton inspects all arguments at each launch; `launch` does so once for each `specialization`. For
+plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu`
+or a CPU; their launches do nothing.
 """
 
 import threading
@@ -30,28 +30,15 @@ _recorders = threading.local()
 def launch(
     kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any
 ) -> None:
-    """Launch ``ctas`` CTAs, or raise ValueError if shared memory does not suffice."""
+    """Launch ``ctas`` CTAs."""
     recorder = getattr(_recorders, "current", None)
-    try:
-        if recorder is None:
-            _launch(kernel, ctas, device, arguments, constants)
-            return
-        # record the launch, not the operators inside Triton's launcher
-        with _disable_current_modes():
-            compiled = _launch(kernel, ctas, device, arguments, constants)
-    except _out_of_resources() as error:
-        raise ValueError(
-            f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this "
-            f"device has {error.limit}: "
-            'use backend("triton"), a narrower dtype or canon.reference'
-        ) from error
+    if recorder is None:
+        _launch(kernel, ctas, device, arguments, constants)
+        return
+    # record the launch, not the operators inside Triton's launcher
+    with _disable_current_modes():
+        compiled = _launch(kernel, ctas, device, arguments, constants)
     recorder.launched(kernel, compiled, ctas, arguments, constants)
-
-
-def _out_of_resources() -> Any:
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
 
 
 def _repair(kernel: Any) -> None:
@@ -86,6 +73,7 @@ def _launch(
 
 
 def copy_back(x: Tensor, written: Tensor) -> None:
+    """Copy a result that no kernel wrote in place."""
     if written is not x:
         x.copy_(written)
 
@@ -110,6 +98,7 @@ def _tma_strides(
 
 
 def is_recording() -> bool:
+    """Return whether this thread's launches are recorded."""
     return getattr(_recorders, "current", None) is not None
 
 
@@ -173,7 +162,7 @@ def is_cpu(device: torch.device) -> bool:
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return the properties of a CUDA device, or of the one that the meta device stands for. Raises
-    RuntimeError in a data loader's worker, which should not start CUDA.
+    RuntimeError in a data loader's worker.
     """
     if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
         return gpu
@@ -196,8 +185,10 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability."""
     return gpu_of(device).capability
 
 
 def multiprocessor_count(device: torch.device) -> int:
+    """Return the number of SMs."""
     return gpu_of(device).multiprocessors

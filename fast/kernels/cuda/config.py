@@ -1,8 +1,7 @@
-"""Tile sizes of the CUDA kernels: the first configuration of a table that fits.
+"""Tile sizes of the CUDA kernels: the first of a table that fits.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv". ``parts`` warps share rows, and divide the columns and widths. Few warps with many registers
-are fastest.
+"dkdv". ``parts`` warps share rows, and divide the columns and widths.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +14,8 @@ KERNELS = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Config:
+    """Tile sizes and launch options."""
+
     rows: int
     columns: int
     warps: int
@@ -69,6 +70,7 @@ TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
+    """Return the dynamic shared memory of a CTA."""
     rows, columns, stages = config.rows, config.columns, config.stages
     need = tile_bytes(kernel, rows, columns, stages, d, dv) + 32 * (stages + 1)
     if kernel == "forward":  # out takes the place of Q

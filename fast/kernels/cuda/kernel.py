@@ -22,6 +22,8 @@ _collected: list[dict[Any, Callable[[], Any]]] = []  # of `collecting`
 
 
 class Variant(NamedTuple):
+    """What is compiled, and how it is launched."""
+
     macros: Macros
     warps: int
     shared_bytes: int
@@ -65,6 +67,8 @@ class Kernel:
 
 
 class LoadedKernel:
+    """A variant on a device."""
+
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
         self.kernel, self.variant, self.device = kernel, variant, device
         name = f"canon_{kernel.name}"
@@ -110,6 +114,7 @@ def _cuda() -> ctypes.CDLL:
 
 
 def architecture(device: torch.device) -> int:
+    """Return 80 for sm_80."""
     major, minor = capability(device)
     return 10 * major + minor
 

@@ -1,8 +1,8 @@
 """Attention in plain PyTorch, tile by tile: the functions of a kernel backend.
 
 All sums are computed in the accumulation dtype, in a fixed order. Scores have no range. A NaN
-reaches the tokens that the table of the Triton launches names, with tiles of at most 128 rows, and
-128 columns where a band ends.
+reaches the tokens that the table of the Triton launches names, with tiles of at most 128 x 128
+where a band ends.
 
 Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation
 dtype, and b h 128 x 1,024 scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
@@ -185,6 +185,7 @@ def empty_statistics(lse: Tensor) -> None:
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
+    """Return what `dq` and `dkdv` read."""
     return lse, delta
 
 

@@ -4,10 +4,10 @@
     x x .                columns   0:128    all cells: no band
     x x /                columns 128:256    the cells of a band
 
-Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
-A step joins neighbouring tiles, at most 1,024 columns, as each operator costs the host time. In the
-order of keys each step is one tile of 128 x 128, filled up with zeros, so that bits do not depend
-on other tiles."""
+Rows are queries, and columns are keys; in the transposed tables they change roles. A step joins
+neighbouring tiles, as each operator costs the host time. In the order of keys each step is one tile
+of 128 x 128, filled up with zeros, so that bits do not depend on other tiles.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -35,6 +35,8 @@ class Step(NamedTuple):
 
 
 class RowTile(NamedTuple):
+    """Rows ``start:stop`` and their steps, in order."""
+
     start: int
     stop: int
     steps: tuple[Step, ...]

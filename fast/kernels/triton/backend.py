@@ -13,6 +13,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
+    """Return whether the interpreter runs the kernels."""
     return INSTALLED and TRITON.module.INTERPRETED and _is_requested()
 
 
@@ -28,6 +29,7 @@ def _is_requested() -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
+    """Return whether the kernels run on a device."""
     if is_cpu(device):
         return is_interpreted()
     return INSTALLED and device.type in ("cuda", "meta")

@@ -1,5 +1,6 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
-masks. Tensors x are (b, t, h, d), row statistics (b, h, t).
+masks. Tensors x are (b, t, h, d), row statistics (b, h, t). Names in capitals are constants of the
+compiler.
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets in it
 (32 bits; 64 if ALIGN = 0): an iteration adds one number. ALIGN divides every stride but the last,
@@ -78,14 +79,14 @@ def tanh(x):
 
 
 @triton.jit
-def capped(s, scale, SOFTCAP: tl.constexpr):
+def capped(s, scale, SOFTCAP):
     """Return softcap * tanh(s * scale / softcap), in base 2, and its slope."""
     ratio, slope = tanh(s * (scale * (1.0 / (SOFTCAP * LOG2E))))
     return ratio * (SOFTCAP * LOG2E), slope
 
 
 @triton.jit
-def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
+def accumulate_mma(acc, a, b, PRECISION):
     """Return acc + a b, with wide a b first: acc would be rounded after each term."""
     # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
     if a.dtype.primitive_bitwidth > 16:
@@ -94,7 +95,8 @@ def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
+def head_pointer(x, batch, head, strides, ALIGN):
+    """Return the pointer to one head of x."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
     if ALIGN > 1:  # such a hint on an argument would be lost
         start = tl.multiple_of(start, ALIGN)
@@ -102,7 +104,7 @@ def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def row_pointers(x, batch, head, rows, strides, WIDTH, ALIGN):
     """Return pointers (rows, padded d) to ``rows`` (int64) of one head of x."""
     start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
     return start + tl.arange(0, padded(WIDTH)).to(tl.int64)[None, :] * strides[3]
@@ -110,17 +112,24 @@ def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.c
 
 @triton.jit
 def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
+    """Return the pointer to one head, last stride 1."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
-def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
+def statistic_pointers(pointer, first, head, head_stride, ROWS):
     """Return pointers to ROWS values from token ``first`` on; ``head`` counts from ``pointer``."""
     return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
 @triton.jit
-def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def within(valid, WIDTH):
+    """Return the mask (rows, padded) of the ``valid`` rows, up to WIDTH."""
+    return valid[:, None] & (tl.arange(0, padded(WIDTH))[None, :] < WIDTH)
+
+
+@triton.jit
+def tile_offsets(strides, ROWS, WIDTH, ALIGN):
     """Return the offsets (ROWS, padded) inside a tile."""
     row, column = tl.arange(0, ROWS), tl.arange(0, padded(WIDTH))
     if ALIGN == 0:
@@ -132,7 +141,8 @@ def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.con
 
 
 @triton.jit
-def row_start(first, stride, ALIGN: tl.constexpr):
+def row_start(first, stride, ALIGN):
+    """Return the offset of row (or head) ``first``."""
     start = tl.cast(first, tl.int64) * stride
     if ALIGN > 1:
         start = tl.multiple_of(start, ALIGN)
@@ -140,7 +150,7 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def rows_of(x, batch, head, strides, ROWS, WIDTH, ALIGN):
     """Return (pointer to one head of x, offsets inside a tile, strides)."""
     return (
         head_pointer(x, batch, head, strides, ALIGN),
@@ -150,10 +160,8 @@ def rows_of(x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, AL
 
 
 @triton.jit
-def full_tile_source(
-    x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def full_tile_source(x, batch, head, strides, ROWS, WIDTH, ALIGN, TMA):
+    """Return the source of `load_full_tile`."""
     if TMA:
         return x, head, strides
     else:
@@ -161,10 +169,7 @@ def full_tile_source(
 
 
 @triton.jit
-def load_full_tile(
-    source, batch, first, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def load_full_tile(source, batch, first, head, ROWS, WIDTH, ALIGN, TMA):
     """Return a tile (ROWS, padded), all of whose rows exist; ``head`` counts from ``source``."""
     if TMA:
         tile = source[0].load([batch, first, source[1] + head, 0])
@@ -184,7 +189,7 @@ def load_full_tile(
 
 
 @triton.jit
-def load_rows(source, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+def load_rows(source, first, valid, WIDTH, ALIGN=1):
     """Return the tile from row ``first`` on, 0 in rows not ``valid`` and from WIDTH on."""
     keep = valid[:, None]
     if padded(WIDTH) != WIDTH:
@@ -195,7 +200,7 @@ def load_rows(source, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1
 
 
 @triton.jit
-def store_rows(target, first, valid, x, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+def store_rows(target, first, valid, x, WIDTH, ALIGN=1):
     """Write the ``valid`` rows of tile x, in the dtype of ``target``."""
     keep = valid[:, None]
     if padded(WIDTH) != WIDTH:
@@ -205,16 +210,14 @@ def store_rows(target, first, valid, x, WIDTH: tl.constexpr, ALIGN: tl.constexpr
 
 
 @triton.jit
-def load_tile(x, batch, head, strides, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def load_tile(x, batch, head, strides, first, valid, WIDTH, ALIGN):
     """As `load_rows`, of one head of x."""
     source = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
     return load_rows(source, first, valid, WIDTH, ALIGN)
 
 
 @triton.jit
-def store_tile(
-    x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, ALIGN: tl.constexpr
-):
+def store_tile(x, batch, head, strides, first, valid, tile, WIDTH, ALIGN):
     """As `store_rows`, to one head of x."""
     target = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
     store_rows(target, first, valid, tile, WIDTH, ALIGN)
@@ -231,20 +234,20 @@ def visible_columns(span, rows):
 
 
 @triton.jit
-def visible_mask(left, right, COLUMNS: tl.constexpr):
+def visible_mask(left, right, COLUMNS):
     """Return a bool mask (rows, COLUMNS): left <= column < right."""
     column = tl.arange(0, COLUMNS)[None, :]
     return (column >= left[:, None]) & (column < right[:, None])
 
 
 @triton.jit
-def chained_stop(span, COLUMNS: tl.constexpr):
+def chained_stop(span, COLUMNS):
     """Return the column behind a chained span's tile (`key_order`), or another's first column."""
     return tl.load(span) + tl.where(tl.load(span + 3) < 0, COLUMNS, 0)
 
 
 @triton.jit
-def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
+def visible_in_chain(spans, span, rows, first, COLUMNS):
     """Return the cells (rows, COLUMNS) in any band of a chained span, and the columns that a band
     touches. Words of 64 columns take few registers."""
     columns = tl.arange(0, COLUMNS)

@@ -4,7 +4,7 @@ rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from canon.fast.kernels.triton.blocks import padded
 
 @dataclass(frozen=True)
 class Config:
+    """Tile sizes and launch options."""
+
     rows: int
     columns: int
     warps: int = 8
@@ -76,10 +78,11 @@ HOPPER: Table = {
     ),
     ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("fused", 256): (Config(32, 16, 8, 2),),
-    ("parts", 64): (Config(64, 64, 4, 4, tma=True), Config(64, 64, 4, 4)),
-    ("parts", 128): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
-    ("parts", 256): (Config(64, 32, 4, 3, tma=True), Config(64, 32, 4, 3)),
-    ("parts", 512): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
+    # without descriptors, the same tiles
+    ("parts", 64): (Config(64, 64, 4, 4, tma=True),),
+    ("parts", 128): (Config(64, 64, 4, 3, tma=True),),
+    ("parts", 256): (Config(64, 32, 4, 3, tma=True),),
+    ("parts", 512): (Config(64, 32, 8, 2, tma=True),),
 }
 AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
@@ -120,6 +123,7 @@ backend.FORCED.append(FORCED)
 def tile_bytes(
     kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
 ) -> int:
+    """Return the bytes of all tiles."""
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -168,10 +172,10 @@ def fitting(
     else:
         large = FLOAT32_PARTS if (kernel, itemsize) == ("parts", 4) else LARGE_ELEMENTS[itemsize]
         table = filter(None, [large.get(width)])
-    candidates = [c for c in (*table, SMALLEST) if describable or not c.tma]
+    candidates = [c for c in (*table, SMALLEST) if describable or not c.tma or kernel == "parts"]
     for config in candidates:
         if shared_bytes(kernel, config, d, dv, itemsize) <= limit:
-            return config
+            return config if describable else replace(config, tma=False)
     need = min(shared_bytes(kernel, config, d, dv, itemsize) for config in candidates)
     raise ValueError(
         f"the {kernel} kernel needs at least {need} bytes of shared memory for widths {d} and "

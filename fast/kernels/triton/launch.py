@@ -92,7 +92,7 @@ def forward(
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
     """Return a scale > 0 for scores in base 2, as kernels mask with -inf before they scale, and the
-    sign to multiply q with: 0 if the scale rounds to 0 in the kernels.
+    sign to multiply q with: 0 if the scale rounds to 0.
     """
     if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
         return LOG2E, 0
@@ -100,6 +100,7 @@ def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q times the sign, and the scale."""
     scale, sign = base2_scale(scale, q.dtype)
     if sign == 1:
         return q, scale
@@ -131,6 +132,7 @@ def empty_statistics(lse: Tensor) -> None:
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
+    """Return lse and delta with equal strides."""
     lse, delta = map(contiguous_rows, (lse, delta))
     return (
         (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
@@ -158,7 +160,7 @@ def dq(
 def run_over_keys(
     kernel, config: Config, table: WorkTable, tensors, scale: float, strided, options: dict
 ) -> None:
-    """Launch a CTA for each tile of queries and query head. ``tensors`` begin with q, k and v."""
+    """Launch a CTA for each tile of queries and query head. ``tensors`` begin with q, k, v."""
     q, k, v, *_ = tensors
     group = q.shape[2] // k.shape[2]
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
@@ -205,6 +207,7 @@ def dkdv(
 
 
 def refuse_atomics() -> None:
+    """Raise RuntimeError, or warn if PyTorch only warns."""
     message = (
         'backward="fused" adds to dq in any order except on Hopper, but '
         "torch.use_deterministic_algorithms(True) is set"
@@ -244,6 +247,7 @@ def merge(
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
+    """Launch a kernel without MMAs."""
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -279,9 +283,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides, 0 for an axis of length 1 except the last: Triton compiles a variant for
-    each divisibility and bit length.
-    """
+    """Return the strides, 0 for an axis of length 1 except the last: fewer variants."""
     return *[
         0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)
     ], x.stride(-1)
@@ -290,6 +292,7 @@ def kernel_strides(x: Tensor) -> tuple[int, ...]:
 def mma_options(
     config: Config, softcap: float | None, q: Tensor, v: Tensor, *others: Tensor
 ) -> dict:
+    """Return the constants of the kernels with MMAs."""
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "D": q.shape[-1],
@@ -313,6 +316,7 @@ def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Return Triton's dtype."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
@@ -326,6 +330,7 @@ def stride_divisor(*tensors: Tensor) -> int:
 
 
 def batch_heads(x: Tensor) -> int:
+    """Return batches times heads."""
     return x.shape[0] * x.shape[2]
 
 
@@ -342,6 +347,7 @@ def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
 def plan(
     kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
+    """Return configuration and work table."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, q, v, describable)
     if config.tma and not describable:  # only if `forced`
@@ -364,5 +370,6 @@ def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
 
 
 def has_descriptor(x: Tensor) -> bool:
+    """Return whether TMA can describe x."""
     fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
     return fits and (is_cpu(x.device) or is_hopper(x.device))

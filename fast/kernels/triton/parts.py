@@ -1,9 +1,7 @@
-"""Two kernels for few queries (`canon.fast.tables.key_parts`): one sums each part of the keys, one
-merges the parts in order.
+"""Two kernels for few queries (`canon.fast.tables.key_parts`).
 
-    parts_kernel         a CTA for each (part, tile of rows, key head); the heads of a group share
-                         what it reads of K and V
-    merge_parts_kernel   a CTA for each (query, query head)
+    parts_kernel         a CTA for each (part of the keys, tile of rows, key head)
+    merge_parts_kernel   a CTA for each (query, query head) merges the parts in order
 
 A row of a tile is a query and one of the query heads that share a key head. Source: Dao et al.,
 Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
@@ -250,6 +248,7 @@ def sum_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
+    """Launch `merge_parts_kernel`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}

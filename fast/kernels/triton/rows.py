@@ -20,6 +20,7 @@ from canon.fast.kernels.triton.blocks import (
     statistic_head_pointer,
     store_rows,
     store_tile,
+    within,
 )
 from canon.route.checks import accumulate_dtype
 
@@ -43,10 +44,10 @@ def take_rows_kernel(
     """Write out[:, i] = concat(k[:, rows[i]], v[:, rows[i]])."""
     _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
-    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
+    keep = within(valid, D)
     values = tl.load(row_pointers(k, batch, head, row, k_strides, D, ALIGN), mask=keep, other=0.0)
     tl.store(row_pointers(out, batch, head, target, out_strides, D, ALIGN), values, mask=keep)
-    keep = valid[:, None] & (tl.arange(0, padded(DV))[None, :] < DV)
+    keep = within(valid, DV)
     values = tl.load(row_pointers(v, batch, head, row, v_strides, DV, ALIGN), mask=keep, other=0.0)
     tl.store(row_pointers(out, batch, head, target, out_strides, DV, ALIGN) + D, values, mask=keep)
 
@@ -67,7 +68,7 @@ def row_kernel(
 ):
     """Write part[:, i] = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
     _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
-    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
+    keep = within(valid, D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D, ALIGN)
     part_rows = row_pointers(part, batch, head, tl.cast(index, tl.int64), part_strides, D, ALIGN)
@@ -100,7 +101,7 @@ def add_rows_kernel(
     token = tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
-    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
+    keep = within(valid, D)
     acc = tl.load(
         row_pointers(x, batch, head, token, x_strides, D, ALIGN), mask=keep, other=0.0
     ).to(ACC)
@@ -229,11 +230,13 @@ def statistic_kernel(
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Launch `take_rows_kernel`; the last stride of out is 1."""
     options = {**launch.row_options(k, v, out), "DV": v.shape[-1]}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
+    """``rows`` is int64."""
     if x.shape[3] == 1:
         copy_statistic(_of_heads(x), _of_heads(part), rows)
     else:
@@ -241,6 +244,7 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
+    """Launch `statistics_kernel`."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
@@ -248,6 +252,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
+    """``rows`` are distinct."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -257,6 +262,7 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
+    """Launch `add_rows_kernel`."""
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
@@ -274,6 +280,7 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
 
 def zero_rows(x: Tensor) -> None:
+    """Write x = 0."""
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 

@@ -21,9 +21,7 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def sink_weights(
-    lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr
-):
+def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC):
     """Return a, a (1 - a), both from exp(-|lse - sink|), and whether the query sees a key."""
     lse_rows = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows
     lse_row = tl.load(lse_rows, mask=valid, other=float("-inf")).to(ACC)
@@ -96,6 +94,7 @@ def sink_backward_kernel(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
+    """Launch `sink_kernel`."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     options = launch.row_options(out, result, accumulate=lse.dtype)
     launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
@@ -104,6 +103,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
+    """Launch `sink_backward_kernel`."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

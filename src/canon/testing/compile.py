@@ -3,7 +3,7 @@ memory.
 
     python -m canon.testing.compile --arch 80 90 [--record PATH]
 
-The launchers of `canon.fast` get CPU tensors and a driver that only returns a target.
+The launchers of `canon.fast` get CPU tensors and a driver with a target only.
 """
 
 import argparse
@@ -66,6 +66,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
+    """Statistics of a compiled kernel."""
+
     name: str
     case: Case
     config: Config | hopper_config.Config
@@ -83,6 +85,7 @@ class Compiled:
 
 
 def main_cases(arch: int) -> list[Case]:
+    """Return the cases of one architecture."""
     widths, of = (64, 128, 256), partial(Case, arch=arch)
     descriptors = (False, True) if arch >= 90 else (False,)
     cases = [
