@@ -92,6 +92,15 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
     return q, k, v, dout, dlse
 
 
+def growing(growth, dtype=torch.bfloat16):
+    """Return a mask of 9 queries, and q, k and v with scores that grow along the 700 keys."""
+    mask = Mask.causal(9, 700)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
+    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
+    k[..., 0] = (torch.arange(700, device=DEVICE) // 64 * growth)[None, :, None]
+    return mask, q, k, v
+
+
 def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
     """Return the results of both passes on the kernels that surround the call."""
     out, lse = local.attention_forward(q, k, v, mask, scale=scale)

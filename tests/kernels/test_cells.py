@@ -142,15 +142,11 @@ def test_pieces_that_begin_inside_a_tile_raise():
     for row, tokens in ((1, range(128)), (0, range(64, 128)), (0, range(0, 128, 2))):
         with pytest.raises(ValueError, match="do not begin at a multiple of 128"):
             Places(((row, tokens),), (), 256, 0)
+    mask, half = Mask.causal(256), Places(((0, range(256)),), ((0, range(128)),), 256, 128)
     with pytest.raises(ValueError, match="sides that divide 128, got 192 x 128"):
-        tiles.host_table(in_order(Mask.causal(256)), 192, 128, 128)
+        tiles.host_table(in_order(mask), 192, 128, 128)
     with pytest.raises(RuntimeError, match="lacks tokens"):
-        tiles.host_table(
-            Cells(Mask.causal(256), Places(((0, range(256)),), ((0, range(128)),), 256, 128)),
-            128,
-            128,
-            128,
-        )
+        tiles.host_table(Cells(mask, half), 128, 128, 128)
 
 
 # --- choices ---

@@ -29,7 +29,7 @@ pytestmark = [
     # from NumPy, if the interpreter takes a maximum
     pytest.mark.filterwarnings("ignore:All-NaN slice"),
 ]
-PLANTED = ("q", "k", "v", "dout")
+PLANTED, RESULTS = ("q", "k", "v", "dout"), Attended._fields
 hopper_only = HOPPER_ONLY[1]
 GLUON = pytest.param("gluon", marks=hopper_only)
 both_backends = pytest.mark.parametrize("name", ["triton", GLUON])
@@ -94,31 +94,18 @@ def reached(
     `canon.fast.kernels.triton.launch`.
     """
     queries, keys = seen.shape
-    at = torch.zeros(queries if planted in ("q", "dout") else keys, dtype=torch.bool)
-    at[token] = True
+    at = torch.arange(queries if planted in ("q", "dout") else keys) == token
     no_query, no_key = torch.zeros(queries, dtype=torch.bool), torch.zeros(keys, dtype=torch.bool)
-    of_keys = lambda some: seen[some].any(0)  # the keys that some queries see
-    if planted == "q":
-        return {"out": at, "lse": at, "dq": at, "dk": shared.dkdv[token], "dv": of_keys(at)}
-    if planted == "dout":
-        return {
-            "out": no_query,
-            "lse": no_query,
-            "dq": at,
-            "dk": of_keys(at),
-            "dv": shared.dkdv[token],
-        }
+    if planted in ("q", "dout"):
+        of_keys, sharing = seen[token], shared.dkdv[token]  # the keys that the query sees
+        out, dk, dv = (at, sharing, of_keys) if planted == "q" else (no_query, of_keys, sharing)
+        return dict(zip(RESULTS, (out, out, at, dk, dv), strict=True))
+    some = shared.forward[:, token] if planted == "v" else seen[:, token]
+    of_keys = seen[some].any(0)  # the keys that these queries see
     if planted == "v":
-        some = shared.forward[:, token]
-        return {"out": some, "lse": no_query, "dq": some, "dk": of_keys(some), "dv": no_key}
-    some, sharing = seen[:, token], (shared.dkdv if fused else shared.dq)[:, token]
-    return {
-        "out": some,
-        "lse": some,
-        "dq": some | sharing,
-        "dk": of_keys(some),
-        "dv": of_keys(some),
-    }
+        return dict(zip(RESULTS, (some, no_query, some, of_keys, no_key), strict=True))
+    sharing = (shared.dkdv if fused else shared.dq)[:, token]
+    return dict(zip(RESULTS, (some, some, some | sharing, of_keys, of_keys), strict=True))
 
 
 def computing(name: str):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, hopper, inputs
+from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, growing, hopper, inputs
 from invariant_worlds import decoded, same_bits
 from sharded import DEVICE
 
@@ -90,10 +90,7 @@ def test_sinks_softcaps_scales_packs_and_a_mask_for_each_sequence(monkeypatch):
 
 @pytest.mark.parametrize(("growth", "travel"), [(6.0, None), (40.0, False), (-40.0, True)])
 def test_where_a_maximum_would_rise_the_keys_travel(monkeypatch, growth, travel):
-    mask = Mask.causal(9, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
-    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
-    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    mask, q, k, v = growing(growth)
     found = assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
     assert travel is None or found == travel
 

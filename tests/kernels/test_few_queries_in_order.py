@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, assert_exact, hopper, inputs
+from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, assert_exact, growing, hopper, inputs
 from invariant_worlds import same_bits
 from sharded import DEVICE, all_equal
 
@@ -114,10 +114,7 @@ def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
     """Where later scores are so large that the first maximum does not do, the whole forward repeats
     the call.
     """
-    mask = Mask.causal(9, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
-    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
-    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    mask, q, k, v = growing(growth, dtype)
     repeated = assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
     assert repeats is None or repeated == repeats
 

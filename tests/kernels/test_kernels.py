@@ -10,7 +10,6 @@ import hopper
 import pytest
 import torch
 from hopper import METHODS, SHORT, assert_exact, assert_methods, both_passes
-from sharded import DEVICE, all_equal
 
 from canon import Mask
 from canon.fast import backward
@@ -80,19 +79,6 @@ def test_head_widths(d, dv):
     mask = Mask.causal(20)
     with tiles(16, 16):  # float64 and 256 wide: larger ones do not fit into an H200
         assert_methods(both_passes, inputs(mask, d=d, dv=dv, h=2, g=2), mask)
-
-
-@pytest.mark.parametrize("name", ["forward", "dq", "dkdv", "fused"])
-def test_descriptors_load_what_pointers_load(name):
-    mask = Mask.documents([0, 20, N])
-    arguments = inputs(mask, h=4, g=2, d=32, dv=32, dtype=torch.bfloat16)
-    method = "fused" if name == "fused" else "split"
-    by_pointer = both_passes(*arguments, mask, method=method)
-    with forced(**{name: Config(32, 16, 4, 1, tma=True)}):
-        by_descriptor = both_passes(*arguments, mask, method=method)
-    assert_exact(by_descriptor, *arguments, mask)
-    if name != "fused" or DEVICE == "cpu":
-        assert all_equal(by_pointer, by_descriptor)
 
 
 def test_dk_and_dv_may_come_from_two_launches():

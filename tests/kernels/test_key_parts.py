@@ -125,28 +125,6 @@ def test_unseen_and_misaligned_keys_keep_the_bits():
             assert not different(local.attention_forward(q, keys, values, mask), one)
 
 
-# ---------------------------------------------------------------------- planted faults
-def test_parts_that_depend_on_the_queries_are_found(monkeypatch):
-    def by_number_of_queries(mask, share, rows, part, device):
-        return part_table(mask, share, rows, part if mask.queries < 64 else 2 * part, device)
-
-    monkeypatch.setattr(parts, "part_table", by_number_of_queries)
-    assert few_of_many(17, dtype=torch.float32)
-
-
-def test_a_load_of_keys_that_no_query_sees_is_found(monkeypatch):
-    def loads_everything(*given):
-        table = part_table(*given)
-        table.words[:, -1] = -1
-        return table._replace(loads_all=True)
-
-    mask = MASKS["a gap that no query sees"]
-    monkeypatch.setattr(parts, "part_table", loads_everything)
-    arguments = inputs(mask, dtype=torch.float64)
-    with pytest.raises(AssertionError):
-        assert_exact(Attended(*local.attention_forward(*arguments[:3], mask)), *arguments, mask)
-
-
 # ---------------------------------------------------------------------- range
 def test_a_part_below_the_range_has_no_weight_and_a_query_beyond_it_is_nan():
     q, k, v = (torch.ones(1, n, 1, 16, device=DEVICE) for n in (4, 256, 256))

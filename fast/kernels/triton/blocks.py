@@ -123,12 +123,6 @@ def statistic_pointers(pointer, first, head, head_stride, ROWS):
 
 
 @triton.jit
-def within(valid, WIDTH):
-    """Return the mask (rows, padded) of the ``valid`` rows, up to WIDTH."""
-    return valid[:, None] & (tl.arange(0, padded(WIDTH))[None, :] < WIDTH)
-
-
-@triton.jit
 def tile_offsets(strides, ROWS, WIDTH, ALIGN):
     """Return the offsets (ROWS, padded) inside a tile."""
     row, column = tl.arange(0, ROWS), tl.arange(0, padded(WIDTH))

@@ -20,7 +20,6 @@ from canon.fast.kernels.triton.blocks import (
     statistic_head_pointer,
     store_rows,
     store_tile,
-    within,
 )
 from canon.route.checks import accumulate_dtype
 
@@ -44,10 +43,10 @@ def take_rows_kernel(
     """Write out[:, i] = concat(k[:, rows[i]], v[:, rows[i]])."""
     _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
-    keep = within(valid, D)
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
     values = tl.load(row_pointers(k, batch, head, row, k_strides, D, ALIGN), mask=keep, other=0.0)
     tl.store(row_pointers(out, batch, head, target, out_strides, D, ALIGN), values, mask=keep)
-    keep = within(valid, DV)
+    keep = valid[:, None] & (tl.arange(0, padded(DV))[None, :] < DV)
     values = tl.load(row_pointers(v, batch, head, row, v_strides, DV, ALIGN), mask=keep, other=0.0)
     tl.store(row_pointers(out, batch, head, target, out_strides, DV, ALIGN) + D, values, mask=keep)
 
@@ -68,7 +67,7 @@ def row_kernel(
 ):
     """Write part[:, i] = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
     _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
-    keep = within(valid, D)
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D, ALIGN)
     part_rows = row_pointers(part, batch, head, tl.cast(index, tl.int64), part_strides, D, ALIGN)
@@ -101,7 +100,7 @@ def add_rows_kernel(
     token = tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
-    keep = within(valid, D)
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
     acc = tl.load(
         row_pointers(x, batch, head, token, x_strides, D, ALIGN), mask=keep, other=0.0
     ).to(ACC)

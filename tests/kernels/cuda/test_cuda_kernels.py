@@ -29,6 +29,7 @@ SMALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 16, 2))  # 16 rows f
 TALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(64, 32, 2))  # 32 rows for each warp
 # two warps share 16 rows
 SHARED = SMALL | dict.fromkeys(("dq", "dkdv"), Config(32, 32, 4, parts=2))
+ONE_BUFFER = SHARED | {"dkdv": Config(32, 32, 4, parts=2, exchanges=1)}  # of P and dS
 inputs = functools.partial(hopper.inputs, d=16, dv=16)
 
 
@@ -74,7 +75,7 @@ def assert_exact(configs, mask, scale=None, arguments=None, options=None, **size
 
 
 every_config = pytest.mark.parametrize(
-    "configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"]
+    "configs", [SMALL, TALL, SHARED, ONE_BUFFER], ids=["small", "tall", "shared", "one buffer"]
 )
 
 
@@ -114,12 +115,6 @@ def test_main_configurations_with_several_tiles(width):
 @every_config
 def test_the_order_of_warps_does_not_matter(configs):
     assert_exact(configs, Mask.causal(150), h=1, options={"backwards": True})
-
-
-def test_p_and_ds_may_share_a_buffer():
-    configs = SHARED | {"dkdv": Config(32, 32, 4, parts=2, exchanges=1)}
-    for backwards in (False, True):
-        assert_exact(configs, Mask.causal(100), h=1, options={"backwards": backwards})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, F16])
@@ -196,9 +191,8 @@ def test_planted_races_are_found(fault, tmp_path):
     text = (sources / name).read_text()
     assert right in text
     (sources / name).write_text(text.replace(right, wrong))
-    configs = SHARED | {"dkdv": Config(32, 32, 4, parts=2, exchanges=1)}
     with pytest.raises(RuntimeError, match="without a barrier between"):
-        verdict(configs, Mask.causal(100), h=1, options={"sources": sources})
+        verdict(ONE_BUFFER, Mask.causal(100), h=1, options={"sources": sources})
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
