@@ -291,20 +291,15 @@ def masked_rows(x: Inputs) -> None:
     """Launch Gluon's copies and fills."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
-    from canon.fast.kernels.triton.rows import (
-        copy_statistic,
-        copy_tokens,
-        mask_statistic,
-        zero_rows,
-    )
+    from canon.fast.kernels.triton import rows
 
     lse = x.statistic()
-    mask_statistic(lse)
-    copy_statistic(lse, lse)
+    rows.mask_statistic(lse)
+    rows.copy_statistic(lse, lse)
     for y in (x.q, x.v):
-        copy_tokens(y, y, x.indices.to(torch.int8))
+        rows.copy_tokens(y, y, x.indices.to(torch.int8))
         for dtype in x.model.result_dtypes:
-            zero_rows(y.to(dtype))
+            rows.zero_rows(y.to(dtype))
 
 
 def merges(x: Inputs) -> None:

@@ -207,7 +207,7 @@ def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch)
             lse.fill_(q.sum().item())
 
     library = SimpleNamespace(
-        name="library", replayable=False, kernels=SimpleNamespace(forward=library_forward)
+        name="library", replayable=False, module=SimpleNamespace(forward=library_forward)
     )
     monkeypatch.setattr(device, "_backend_for", lambda *_: library)
     for seed in (0, 1):

@@ -14,7 +14,7 @@ from sharded import DEVICE
 from canon import Layout, Mask, fast
 from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
-from canon.fast.kernels.triton import row_operations
+from canon.fast.kernels.triton import rows
 from canon.fast.tables import work_tables as tiles
 from canon.fast.tables.cells import Cells, Places, in_place
 from canon.fast.transport.tile_exchanges import TileCast, TileGather
@@ -177,13 +177,13 @@ def test_delta_is_added_from_aligned_tensors(monkeypatch):
     """An odd address or stride compiles another order of summation. The interpreter cannot show it:
     the tensors can.
     """
-    aligned, delta = [], row_operations.delta
+    aligned, delta = [], rows.delta
 
     def noted(*tensors):
         aligned.extend(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in tensors[:2])
         delta(*tensors)
 
-    monkeypatch.setattr(row_operations, "delta", noted)
+    monkeypatch.setattr(rows, "delta", noted)
     dout = torch.randn(1 + 128 * 2 * 16, device=DEVICE)[1:].view(1, 128, 2, 16)
     for attend in (fast.attention, fast.strided_attention):
         x = torch.randn(dout.shape, device=DEVICE, requires_grad=True)

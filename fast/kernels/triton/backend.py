@@ -8,7 +8,7 @@ from torch import Tensor
 from canon.fast.kernels.backend import Backend
 from canon.fast.kernels.launcher import is_cpu
 
-ROWS = "canon.fast.kernels.triton.row_operations"
+ROWS = "canon.fast.kernels.triton.rows"
 INSTALLED = find_spec("triton") is not None
 
 

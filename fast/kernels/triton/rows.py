@@ -21,6 +21,14 @@ from canon.fast.kernels.triton.blocks import (
     store_rows,
     store_tile,
 )
+
+# the other row operations of a backend
+from canon.fast.kernels.triton.launch import delta as delta
+from canon.fast.kernels.triton.launch import merge as merge
+from canon.fast.kernels.triton.launch import sum_heads as sum_heads
+from canon.fast.kernels.triton.sink import apply_sink as apply_sink
+from canon.fast.kernels.triton.sink import differentiate_sink as differentiate_sink
+from canon.fast.kernels.triton.sum_ranks import sum_ranks as sum_ranks
 from canon.route.checks import accumulate_dtype
 
 
@@ -235,7 +243,7 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
-    """``rows`` is int64."""
+    """Launch `row_kernel`; ``rows`` is int64."""
     if x.shape[3] == 1:
         copy_statistic(_of_heads(x), _of_heads(part), rows)
     else:
@@ -251,7 +259,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """``rows`` are distinct."""
+    """Launch `row_kernel` with ADD; ``rows`` are distinct."""
     _run_row_kernel(total, part, rows, add=True)
 
 
