@@ -13,7 +13,6 @@ from torch import Tensor
 
 from canon.fast.kernels import backend
 from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
-from canon.fast.kernels.triton.blocks import padded
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, describable: bool) -> Config:
     """Return the configuration for q and v, or raise ValueError. ``describable``: descriptors are
     possible.
     """
-    d, dv = padded(q.shape[-1]), padded(v.shape[-1])
+    # as `blocks.padded`: this module is imported without Triton, too
+    d, dv = (max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))
     if max(d, dv) > WIDEST:
         raise ValueError(
             f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to "
