@@ -24,6 +24,7 @@ Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 
 from collections.abc import Hashable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,6 @@ from torch import Tensor
 
 from canon.faces import public_parts
 from canon.fast.device import check_device, kernels_for, rows_for
-from canon.fast.kernels.backend import Kernels
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.replay.recordings import replayed
 from canon.fast.tables.cells import Cells
@@ -202,7 +202,7 @@ def _choose(
     method: Method,
     dq: Tensor | None,
     dk: Tensor | None,
-) -> tuple[Kernels, str]:
+) -> tuple[ModuleType, str]:
     chosen = automatic(q, k, v, mask, method) if method.option == "auto" else method.option
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # the fused kernel computes both
@@ -210,7 +210,7 @@ def _choose(
 
 
 def _launch_dkdv(
-    kernels: Kernels, chosen: str, method: Method, arguments: tuple, dq, dk, dv
+    kernels: ModuleType, chosen: str, method: Method, arguments: tuple, dq, dk, dv
 ) -> None:
     if chosen == "fused":
         _fused(kernels, arguments, dq, dk, dv, ordered=method.repeats)
@@ -255,7 +255,7 @@ def automatic(
     return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors, *method[1:])
 
 
-def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
+def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
     q, k, v, dout, softmax_stats, cells, scale = arguments
     accumulate, b = accumulate_dtype(q.dtype), q.shape[0]
     bytes_each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
@@ -284,7 +284,7 @@ def _cut_keys(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
 
 
 def _fused(
-    kernels: Kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool
+    kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool
 ) -> None:
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = (

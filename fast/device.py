@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.backend import Backend, Kernels, Rows
+from canon.fast.kernels.backend import Backend
 from canon.fast.kernels.cuda.backend import CUDA
 from canon.fast.kernels.gluon.backend import GLUON
 from canon.fast.kernels.torch.backend import TORCH
@@ -121,12 +122,12 @@ def _backend_for(
     return next((x for x in able if x.serves(device, dtype, d, dv, method)), TORCH)
 
 
-def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> Kernels:
+def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
     """Return the attention kernels of `backend_for`."""
-    return backend_for(q, v, method).kernels
+    return backend_for(q, v, method).module
 
 
-def rows_for(x: Tensor) -> Rows:
+def rows_for(x: Tensor) -> ModuleType:
     """Return the row operations for x (b, t, h, d)."""
     return backend_for(x, x).rows
 

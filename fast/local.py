@@ -156,7 +156,7 @@ def forward_for(
         raise ValueError(
             f'the {found.name} kernels do not support return_max_logits=True: use backend("triton")'
         )
-    return found.kernels.forward
+    return found.module.forward
 
 
 def _attention_forward(

@@ -15,12 +15,12 @@ from types import ModuleType
 
 import numpy as np
 
-from canon import reference
 from canon.faces import public_plans
 from canon.fast.c_modules import optional_c_module
 from canon.fast.tables.work_tables import band_array
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import cached_plan
+from canon.reference import planner as readable
 
 __all__ = ["dispatch"]
 
@@ -34,7 +34,7 @@ def _dispatch(
 ) -> Layout:
     given = mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk
     if (planner := native_planner()) is None:
-        return reference.planner._dispatch(*given)
+        return readable._dispatch(*given)
     if not mask.queries:
         return Layout([[]] * ranks, 0)
     tokens, imbalance = mask.queries // sequences, min(imbalance, LARGEST)

@@ -34,6 +34,26 @@ FEW = {  # masks of few queries over 700 keys
     ),
     "no bands": Mask([], 4, 700),
 }
+FEW_SHAPES = [  # query heads, key heads, d, dv, dtype
+    (4, 1, 64, 64, torch.bfloat16),
+    (6, 2, 128, 128, torch.bfloat16),
+    (2, 2, 64, 64, torch.float16),
+    (4, 2, 256, 256, torch.float16),
+    (2, 1, 192, 128, torch.bfloat16),
+    (3, 3, 40, 24, torch.bfloat16),
+]
+SHORT = {  # masks of at most 52 tokens
+    "causal": Mask.causal(52),
+    "window": Mask.window(52, 9, 4),
+    "documents": Mask.documents([0, 1, 1, 33, 34, 52]),
+    "prefix": Mask.prefix(52, 19),
+    "blocks": Mask.block_causal([i // 13 for i in range(52)]),
+    "full, more keys than queries": Mask.full(35, 52),
+    "queries without keys and keys without queries": Mask.causal(40).shift(6, 3).shift(-1, 0),
+    "a late rectangle": Mask.causal(52).crop(range(29, 52)),
+    "one token": Mask.causal(1),
+    "no bands": Mask([], 5, 7),
+}
 EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
@@ -70,6 +90,15 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
     for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
         x[:, ~used] = torch.nan
     return q, k, v, dout, dlse
+
+
+def growing(growth, dtype=torch.bfloat16):
+    """Return a mask of 9 queries, and q, k and v with scores that grow along the 700 keys."""
+    mask = Mask.causal(9, 700)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
+    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
+    k[..., 0] = (torch.arange(700, device=DEVICE) // 64 * growth)[None, :, None]
+    return mask, q, k, v
 
 
 def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:

@@ -13,7 +13,7 @@ import canon.fast  # noqa: E402
 import canon.fast.kernels.cuda.launch  # noqa: E402
 import canon.fast.kernels.gluon.launch  # noqa: E402
 import canon.fast.kernels.triton.parts  # noqa: E402
-import canon.fast.kernels.triton.row_operations  # noqa: E402, F401
+import canon.fast.kernels.triton.rows  # noqa: E402, F401
 
 if before is None:
     del os.environ["TRITON_INTERPRET"]

@@ -4,8 +4,8 @@
     process    calls `collect`; each launch records its compilation, and launches nothing
     forks      one per core: each compiles the next recorded job
 
-Forks inherit the jobs without pickling, and never use the GPU. The first process is new, because a
-fork of a process with threads may deadlock. Processes of one host take turns.
+Forks inherit the jobs and never use the GPU. The first process is new, because a fork of a process
+with threads may deadlock. Processes of one host take turns.
 """
 
 import fcntl
@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -43,17 +42,13 @@ from canon.fast.replay.native import native_module
 from canon.fast.tables.work_tables import native_tables
 
 Job = Callable[[], Any]
-# makes launches; its argument takes the number of steps done
-Collect = Callable[[Callable[[int], None]], None]
 PROCESS = [sys.executable, "-P", "-m", "canon.fast.ahead.compilation"]
 _jobs: list[Job] = []  # inherited by forks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of variants: ``of`` is 0 if all were compiled before; ``error`` is a process's last
-    line.
-    """
+    """Counts of variants: ``of`` is 0 if all were compiled before."""
 
     compiled: int = 0
     failed: int = 0
@@ -66,15 +61,13 @@ class Outcome:
 
 
 def compile_ahead(
-    collect: Collect,
-    steps: int,
+    collect: Callable[[], None],
     identities: Sequence[Any],
     *,
     processes: int | None = None,
     progress: bool = True,
 ) -> Outcome:
-    """Compile the kernels that ``collect``, picklable, launches, with a call of ``progress`` a
-    step.
+    """Compile the kernels that ``collect``, picklable, launches.
 
     ``identities``: values with a stable repr that decide the work besides code and GPU. If each one
     has left a stamp, nothing is done. ``processes``: None is one per core.
@@ -85,7 +78,7 @@ def compile_ahead(
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also if this process dies
         if are_stamped(identities):
             return Outcome()
-        outcome = _in_process(collect, steps, processes or len(os.sched_getaffinity(0)), progress)
+        outcome = _in_process(collect, processes or len(os.sched_getaffinity(0)), progress)
         if outcome.complete:
             for identity in identities:
                 _stamp(identity).touch()
@@ -93,7 +86,7 @@ def compile_ahead(
 
 
 def are_stamped(identities: Sequence[Any]) -> bool:
-    """Return whether `compile_ahead` has completed all of them."""
+    """Return whether `compile_ahead` has completed all."""
     return all(_stamp(identity).exists() for identity in identities)
 
 
@@ -106,8 +99,8 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _in_process(collect: Collect, steps: int, processes: int, progress: bool) -> Outcome:
-    done = {"steps": 0, "compiled": 0, "failed": 0, "of": 0}
+def _in_process(collect: Callable[[], None], processes: int, progress: bool) -> Outcome:
+    done = {"compiled": 0, "failed": 0, "of": 0}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -123,7 +116,7 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
             "env": _environment(),
         }
         with subprocess.Popen(PROCESS, **pipes, start_new_session=True) as child, bar:
-            task = bar.add_task("kernels: collecting", total=steps)
+            task = bar.add_task("kernels", total=None)
             try:
                 # the child has ended, or its output is not JSON
                 with suppress(OSError, ValueError):
@@ -131,25 +124,17 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
                     child.stdin.close()
                     for line in child.stdout or ():
                         done |= json.loads(line)
-                        of = done["of"]
-                        phase = {"description": "kernels: compiling", "total": of} if of else {}
-                        completed = done["compiled"] + done["failed"] if of else done["steps"]
-                        bar.update(task, completed=completed, **phase)
+                        completed = done["compiled"] + done["failed"]
+                        bar.update(task, completed=completed, total=done["of"])
                     child.wait()
             finally:
                 with suppress(ProcessLookupError):  # end its forks, too
                     os.killpg(child.pid, signal.SIGKILL)
         errors.seek(0)
-        lines = errors.read().decode(errors="replace").strip().splitlines() or [
-            f"exit status {child.returncode}"
-        ]
-    ended_early = bool(child.returncode) or not done["of"]
-    return Outcome(
-        done["compiled"],
-        done["failed"],
-        done["of"],
-        lines[-1] if ended_early or done["failed"] else "",
-    )
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    error = (lines or [f"exit status {child.returncode}"])[-1]
+    complete = not child.returncode and 0 < done["of"] == done["compiled"]
+    return Outcome(**done, error="" if complete else error)
 
 
 def _stamp(identity: Any) -> Path:
@@ -202,17 +187,10 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
-    """Run the jobs in forks. Yield None or the error of each job."""
+    """Run the jobs in forks. Yield None or the error of each."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
-        futures, refused = [], []
-        for index in range(len(jobs)):
-            try:
-                futures.append(pool.submit(_run, index))
-            except BrokenProcessPool as error:  # a fork died before the last job was submitted
-                refused.append(error)
-        yield from refused
-        for future in as_completed(futures):
+        for future in as_completed([pool.submit(_run, index) for index in range(len(jobs))]):
             yield future.exception()  # Triton's, or BrokenProcessPool
 
 
@@ -221,16 +199,14 @@ def _run(index: int) -> None:
 
 
 def main() -> None:
-    """Read a pickled ``collect`` and the number of processes; compile; print progress as JSON
-    lines.
-    """
+    """Compile the pickled work of the standard input, and print progress as JSON lines."""
 
     def report(**counts: int) -> None:
         print(json.dumps(counts), flush=True)
 
     collect, processes = pickle.load(sys.stdin.buffer)
     with recorded_jobs() as jobs:
-        collect(lambda steps: report(steps=steps))
+        collect()
     work = [native_module, native_tables, *jobs.values()]
     report(of=len(work))
     compiled = failed = 0

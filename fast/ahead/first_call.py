@@ -1,27 +1,23 @@
-"""Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
-for a compiler.
+"""Compile all kernels of a model in its first call, so that no later call waits for a compiler.
 
 A model is all that fixes the variants of its kernels: those that `warm_up` compiles. The first
-process of a host compiles for all, in new interpreters, so scripts need no main guard. Rank 0
-writes a line. CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
+process of a host compiles for all, in new interpreters, so scripts need no main guard.
+CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
 """
 
 import os
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from triton import knobs
 
 from canon.fast.ahead.compilation import Outcome, are_stamped, compile_ahead
-from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
+from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of
 from canon.fast.kernels.triton.launch import INTERPRETED
 from canon.route.call import Call
 from canon.route.checks import split_scale
@@ -77,11 +73,10 @@ def _compile(model: Model, device: torch.device) -> None:
     )
     tell = partial(print, file=sys.stderr, flush=True) if first_rank else lambda text: None
     tell(f"canon.fast: compiling the kernels of {what}, once on each host ...")
-    work = partial(collect, model, str(device)), len(steps(model)), identities(model)
+    work = partial(collect, model, str(device))
     try:
-        make_cache_writable()
-        done = compile_ahead(*work, progress=first_rank)
-    except OSError as error:  # some file systems have no locks
+        done = compile_ahead(work, identities(model), progress=first_rank)
+    except OSError as error:  # the cache cannot be written, or its file system has no locks
         done = Outcome(error=f"{type(error).__name__}: {error}")
     if not done.complete:
         warnings.warn(
@@ -91,22 +86,3 @@ def _compile(model: Model, device: torch.device) -> None:
         )
     else:
         tell(f"canon.fast: compiled in {time.monotonic() - began:.0f} s")
-
-
-def make_cache_writable() -> None:
-    """Use another folder for Triton's cache, and warn, if its own cannot be written."""
-    folder = Path(knobs.cache.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        other = Path(tempfile.gettempdir()) / f"canon-triton-{os.getuid()}"
-        other.mkdir(mode=0o700, exist_ok=True)
-        if other.stat().st_uid != os.getuid():
-            raise PermissionError(
-                f"{other} belongs to another user: set TRITON_CACHE_DIR to a writable folder"
-            ) from error
-        warnings.warn(
-            f"Triton's cache is not writable ({error}), so kernels go to {other}", stacklevel=2
-        )
-        knobs.cache.dir = str(other)

@@ -1,9 +1,9 @@
 """Enumerate the kernel variants that a model can need, whatever the masks.
 
 `collect` launches each kernel on small tensors, while compilations are recorded, in every way that
-a mask, a size or a layout may choose: methods, configurations, packed heads, dtypes of parts,
-widths of `as_heads`, empty shards (which TMA cannot describe). Other strides and addresses, and
-several sequences of 2^31 elements each, compile when first used."""
+a mask, a size or a layout may choose. Other strides and addresses, and several sequences of 2^31
+elements each, compile when first used.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +75,6 @@ class Model:
 
     @property
     def packs(self) -> list[int]:
-        """How many query heads of a group may share a Gluon tile."""
         group = self.heads[0] // self.heads[1]
         return [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
 
@@ -100,13 +99,13 @@ class Model:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return PyTorch's precision of float32 products; other dtypes do not depend on it."""
+    """Return the precision of float32 products."""
     return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 
-def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    step. Raises ValueError if no kernel supports the model here.
+def collect(model: Model, device: str) -> None:
+    """Launch all variants that the model's functions can need. Raises ValueError if no kernel
+    supports the model here.
     """
     if torch.are_deterministic_algorithms_enabled() != model.deterministic:
         torch.use_deterministic_algorithms(model.deterministic)  # imports PyTorch's compiler
@@ -115,9 +114,8 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
         torch.cuda.set_device(device)
     inputs = Inputs(model, device)
     with computing_with(model.backend):
-        for done, step in enumerate(steps(model), 1):
+        for step in steps(model):
             step(inputs)
-            progress(done)
 
 
 def steps(model: Model) -> list[Callable[["Inputs"], None]]:
@@ -180,7 +178,6 @@ class Inputs:
         )
 
     def of_all_sizes(self) -> list["Inputs"]:
-        """Return these inputs, and some without queries or keys."""
         return [
             self,
             *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0))),
@@ -188,12 +185,12 @@ class Inputs:
 
 
 def whole_forward(inputs: Inputs) -> None:
-    """Launch the forward for all keys."""
+    """All keys."""
     _forward(inputs, inputs.model.dtype)
 
 
 def forward_parts(inputs: Inputs) -> None:
-    """Launch the forward for some keys, into the accumulation dtype."""
+    """Some keys, into the accumulation dtype."""
     _forward(inputs, inputs.model.accumulate)
 
 
@@ -210,7 +207,7 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
 
 
 def few_queries(x: Inputs) -> None:
-    """Launch the kernels of parts. Keys that no query sees exclude descriptors."""
+    """Keys that no query sees exclude descriptors."""
     if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
         for mask, dtype in product(
             (x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes
@@ -221,7 +218,7 @@ def few_queries(x: Inputs) -> None:
 
 
 def few_queries_in_order(x: Inputs) -> None:
-    """Launch the Hopper kernels for few queries in key order, and the forward after them."""
+    """In key order, and the forward after them."""
     for kernels, pack, y in slices_forced(x):
         few, config = kernels.few_queries_launch, kernels.forward_config(x.q, x.v, x.cells)[0]
         planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
@@ -245,7 +242,7 @@ def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
 
 
 def few_queries_on_ranks(x: Inputs) -> None:
-    """Launch the Hopper kernels of `decode_in_order`."""
+    """The kernels of `decode_in_order`."""
     for kernels, _, y in slices_forced(x):
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
@@ -261,7 +258,7 @@ def few_queries_on_ranks(x: Inputs) -> None:
 
 
 def whole_backward(inputs: Inputs) -> None:
-    """Launch the backward of one rank."""
+    """One rank."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -272,7 +269,7 @@ def whole_backward(inputs: Inputs) -> None:
 
 
 def backward_parts(inputs: Inputs) -> None:
-    """Launch the backward for some keys, perhaps into the accumulation dtype."""
+    """Some keys."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -291,27 +288,22 @@ def backward_parts(inputs: Inputs) -> None:
 
 
 def masked_rows(x: Inputs) -> None:
-    """Launch Gluon's copies and fills for masked rows."""
+    """Launch Gluon's copies and fills."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
-    from canon.fast.kernels.triton.rows import (
-        copy_statistic,
-        copy_tokens,
-        mask_statistic,
-        zero_rows,
-    )
+    from canon.fast.kernels.triton import rows
 
     lse = x.statistic()
-    mask_statistic(lse)
-    copy_statistic(lse, lse)
+    rows.mask_statistic(lse)
+    rows.copy_statistic(lse, lse)
     for y in (x.q, x.v):
-        copy_tokens(y, y, x.indices.to(torch.int8))
+        rows.copy_tokens(y, y, x.indices.to(torch.int8))
         for dtype in x.model.result_dtypes:
-            zero_rows(y.to(dtype))
+            rows.zero_rows(y.to(dtype))
 
 
 def merges(x: Inputs) -> None:
-    """Launch the merges of parts."""
+    """Merges of parts."""
     out, lse = x.out.to(x.model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
@@ -320,13 +312,13 @@ def merges(x: Inputs) -> None:
 
 
 def whole_merges(x: Inputs) -> None:
-    """Launch `merge` in both dtypes."""
+    """`merge`, in both dtypes."""
     for dtype, other in product(x.model.result_dtypes, x.model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(x: Inputs) -> None:
-    """Launch the kernels that take active queries."""
+    """Kernels of active queries."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -340,7 +332,7 @@ def active_rows(x: Inputs) -> None:
 
 
 def sinks(x: Inputs) -> None:
-    """Launch the kernels of a sink."""
+    """A sink."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
@@ -350,13 +342,13 @@ def sinks(x: Inputs) -> None:
 
 
 def rank_sums(x: Inputs) -> None:
-    """Launch the sums over ranks of `strided_attention`."""
+    """Sums of `strided_attention`."""
     for ranks, dtype, total in product(x.model.ranks, x.model.key_grad_dtypes, (x.k, x.v)):
         rows_for(x.q).sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
 
 def cast_rows(x: Inputs) -> None:
-    """Launch the kernels of group collectives."""
+    """Group collectives."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     # it can change the widths of `as_heads`
@@ -374,7 +366,7 @@ def cast_rows(x: Inputs) -> None:
 
 
 def exchanged_rows(x: Inputs) -> None:
-    """Launch the copies for messages of a mesh."""
+    """Messages of a mesh."""
     for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
         operations = rows_for(y)
         operations.copy_tokens(y, torch.empty_like(y))

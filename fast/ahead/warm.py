@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
+from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of
 from canon.fast.ahead.kernel_variants import functions as all_functions
 from canon.fast.device import BACKENDS, chosen_backend
 from canon.route.checks import DTYPES, check_method, checked_softcap
@@ -77,7 +77,6 @@ def warm_up(
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
         partial(collect, model, device),
-        len(steps(model)),
         identities(model),
         processes=processes,
         progress=progress,
@@ -91,59 +90,27 @@ def warm_up(
 
 
 def _checked_model(
-    dtype,
-    d,
-    dv,
-    heads,
-    functions,
-    backend=None,
-    backward="auto",
-    ranks=None,
-    softcap=None,
+    dtype, d, dv, heads, functions, backend=None, backward="auto", ranks=None, softcap=None,
     **options,
-) -> Model:
+) -> Model:  # fmt: skip
     functions = (functions,) if isinstance(functions, str) else tuple(functions)
     sizes: tuple[int, ...] = tuple(heads) if isinstance(heads, Sequence) else ()
-    paired = (
-        len(sizes) == 2
-        and all(type(n) is int and n > 0 for n in sizes)
-        and sizes[0] % sizes[1] == 0
-    )
-    known = all_functions()
+    paired = len(sizes) == 2 and all(map(_is_count, sizes)) and sizes[0] % sizes[1] == 0
+    known, reduced = all_functions(), options.get("reduce_dtype")
     dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, BACKENDS))
-    width = "a positive multiple of 16"
-    remedy = ": others compile when used"
-    reduced = options.get("reduce_dtype")
-    for name, value, fits, expected, advice in (
-        ("dtype", dtype, dtype in DTYPES, f"one of {dtypes}", ""),
-        ("d", d, _is_width(d), width, remedy),
-        ("dv", dv, _is_width(dv), width, remedy),
-        (
-            "heads",
-            heads,
-            paired,
-            "(query heads, key heads), the first a multiple of the second",
-            "",
-        ),
-        (
-            "functions",
-            functions,
-            functions and {*known} >= {*functions},
-            f"some of {', '.join(known)}",
-            "",
-        ),
-        ("backend", backend, backend in (None, *BACKENDS), f"one of {backends} or None", ""),
-        (
-            "ranks",
-            ranks,
-            ranks is None or (type(ranks) is int and ranks > 0),
-            "a positive number of ranks or None",
-            "",
-        ),
-        ("reduce_dtype", reduced, reduced in (None, *DTYPES), f"None or one of {dtypes}", ""),
+    width = "a positive multiple of 16 (others compile when used)"
+    for name, value, fits, expected in (
+        ("dtype", dtype, dtype in DTYPES, f"one of {dtypes}"),
+        ("d", d, _is_count(d) and d % 16 == 0, width),
+        ("dv", dv, _is_count(dv) and dv % 16 == 0, width),
+        ("heads", heads, paired, "(query heads, key heads), the first a multiple of the second"),
+        ("functions", functions, functions and {*known} >= {*functions}, f"some of {known}"),
+        ("backend", backend, backend in (None, *BACKENDS), f"one of {backends} or None"),
+        ("ranks", ranks, ranks is None or _is_count(ranks), "a positive number of ranks or None"),
+        ("reduce_dtype", reduced, reduced in (None, *DTYPES), f"None or one of {dtypes}"),
     ):
         if not fits:
-            raise ValueError(f"{name} must be {expected}, got {value!r}{advice}")
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
     if "latent_attention" in functions and len({*sizes}) > 1:
         raise ValueError(
             "latent_attention projects a key head for each query head, so heads "
@@ -160,5 +127,5 @@ def _checked_model(
     )  # fmt: skip
 
 
-def _is_width(d) -> bool:
-    return type(d) is int and d >= 16 and d % 16 == 0
+def _is_count(n) -> bool:
+    return type(n) is int and n > 0

@@ -3,7 +3,7 @@
     triton      any CUDA GPU, and in Triton's interpreter on a CPU
     gluon       Hopper
     cuda        CUDA C++ for sm_80 and later, compiled at run time
-    torch       plain PyTorch, for every tensor that the others do not serve
+    torch       plain PyTorch, for all other tensors
 
 Words of the kernels; the others are FlashAttention 3's:
 

@@ -3,29 +3,26 @@
 The first interpreted launch calls `repair`, for the whole process.
 
     fault of the interpreter                     repair
-    bfloat16 is held as uint16 bit patterns,     widen operands to float32, round the results
-    and computed as integers
-    casts to bfloat16 truncate                   round to nearest, ties to even
-    bfloat16 constants lack `get_bf16`           define it
-    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6, numpy 2.4)
+    bfloat16 is computed as uint16 patterns      hold it as float32, round each result
+    a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6)
     NumPy warns of -inf - -inf and overflow      silence NumPy during a launch
     launches from several threads interfere      run one at a time
     each inner call patches triton.language      once per launch: milliseconds per call
-    tl.dot runs on BLAS threads                  one thread of torch's matmul: ranks share the cores
+    tl.dot runs on BLAS threads                  torch's matmul on one thread
     tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
-    integer sums are checked for overflow        skip the check: a quarter of the time
+    integer sums are checked for overflow        skip it: a quarter of the time
 
-Atomic adds of bfloat16, inline assembly and Gluon cannot be interpreted.
+Atomics and bitcasts of bfloat16, inline assembly and Gluon cannot be interpreted.
 """
 
-import contextlib
 import inspect
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,11 +34,10 @@ import triton.language as tl
 parsing = threading.Lock()
 _launch = threading.RLock()
 _repaired = threading.Event()
-_patched: set[tuple] = set()  # ids of language modules that the current launch has patched
 
 
 def is_requested() -> bool:
-    """Return whether Triton interprets the kernels that are defined from now on."""
+    """Return whether new kernels are interpreted."""
     return triton.knobs.runtime.interpret
 
 
@@ -62,21 +58,15 @@ def repair(kernel: Any = None) -> bool:
                     _repair_bfloat16()
                     _repair_loop_bounds()
                     _repair_launches()
-                    fits = _computes_bfloat16()
+                    _check_bfloat16()
             except Exception as error:
-                raise _misfit() from error
-            if not fits:
-                raise _misfit()
+                raise ImportError(
+                    "canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9, and the repairs "
+                    f"do not fit Triton {triton.__version__}: "
+                    "install one of those releases, or use canon.reference on the CPU"
+                ) from error
             _repaired.set()
     return True
-
-
-def _misfit() -> ImportError:
-    return ImportError(
-        "canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9, and the repairs do not fit "
-        f"Triton {triton.__version__}: "
-        "install one of those releases, or use canon.reference on the CPU"
-    )
 
 
 def _probe(x, out, N: tl.constexpr):
@@ -86,14 +76,14 @@ def _probe(x, out, N: tl.constexpr):
     tl.store(out + cells, tl.dot(tile, tile).to(tl.bfloat16) + tile)
 
 
-def _computes_bfloat16() -> bool:
-    """Return whether an interpreted kernel has PyTorch's bits on small integers: sums are exact."""
+def _check_bfloat16() -> None:
+    """Compare a kernel with PyTorch on small integers, whose sums are exact."""
     from triton.runtime.interpreter import InterpretedFunction
 
     x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()
     out = torch.empty_like(x)
     InterpretedFunction(_probe)[(1,)](x, out, N=16)
-    return torch.equal(out, x @ x + x)
+    torch.testing.assert_close(out, x @ x + x, rtol=0, atol=0)
 
 
 def _repair_library() -> None:
@@ -127,74 +117,61 @@ def _repair_bfloat16() -> None:
     from triton.runtime import interpreter
 
     builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    validate, cast, convert = handle.__post_init__, builder.cast_impl, builder.create_fp_to_fp
+    dot, load, store = builder.create_dot, builder.create_masked_load, builder.create_masked_store
 
-    def is_bf16(x: Any) -> bool:
-        return isinstance(x, handle) and x.dtype.scalar == tl.bfloat16 and x.data.dtype == np.uint16
+    def round_to_bfloat16(self):
+        if self.dtype.scalar != tl.bfloat16:
+            validate(self)
+        elif self.data.dtype != bool:  # a comparison has the dtype of its operands
+            self.data = widen(narrow(self.data))
 
-    def wide(x: Any) -> Any:
-        return handle(widen(x.data), tl.float32) if is_bf16(x) else x
+    def create_masked_load(self, pointers, mask, other, *rest, **options):
+        if pointers.get_element_ty() != tl.bfloat16:
+            return load(self, pointers, mask, other, *rest, **options)
+        other = None if other is None else handle(narrow(other.data), tl.uint16)
+        pointers = handle(pointers.data, tl.pointer_type(tl.uint16))
+        bits = load(self, pointers, mask, other, *rest, **options).data
+        return handle(widen(bits), tl.bfloat16)
 
-    def as_bf16(x: Any) -> Any:
-        return handle(narrow(x.data), tl.bfloat16)
+    def create_masked_store(self, pointers, value, *rest):
+        if pointers.get_element_ty() == tl.bfloat16:
+            value = handle(narrow(value.data), tl.uint16)
+        return store(self, pointers, value, *rest)
 
-    def through_float32(method: Callable) -> Callable:
-        @wraps(method)
-        def repaired(self, *operands):
-            if not any(map(is_bf16, operands)):
-                return method(self, *operands)
-            result = method(self, *map(wide, operands))
-            if result.data.dtype == bool:
-                return handle(result.data, tl.int1)
-            return as_bf16(result)
+    def create_dot(self, a, b, total, *rest):
+        if {x.data.dtype.kind for x in (a, b, total)} != {"f"}:
+            return dot(self, a, b, total, *rest)
+        operands = (_as_torch(x.data, total.data.dtype) for x in (a, b))
+        return handle(torch.matmul(*operands).numpy() + total.data, total.dtype.scalar)
 
-        return repaired
-
-    def create_dot(self, a, b, d, *rest, dot=builder.create_dot):
-        a, b, total = wide(a), wide(b), wide(d)
-        if {a.data.dtype.kind, b.data.dtype.kind, total.data.dtype.kind} == {"f"}:
-            operands = (_as_torch(x.data, total.data.dtype) for x in (a, b))
-            result = handle(torch.matmul(*operands).numpy() + total.data, total.dtype.scalar)
-        else:
-            result = dot(self, a, b, total, *rest)
-        return as_bf16(result) if is_bf16(d) else result
-
-    def cast_impl(self, source, target, cast=builder.cast_impl):
-        if (
-            tl.bfloat16 not in (source.dtype.scalar, target.scalar)
-            or source.dtype.scalar == target.scalar
-        ):
+    def cast_impl(self, source, target):
+        if tl.bfloat16 not in (source.dtype.scalar, target.scalar):
             return cast(self, source, target)
-        values = widen(source.data) if is_bf16(source) else source.data
-        if target.scalar == tl.bfloat16:
-            return handle(narrow(values), tl.bfloat16)
-        return handle(values.astype(interpreter._get_np_dtype(target.scalar)), target.scalar)
+        return handle(source.data.astype(interpreter._get_np_dtype(target)), target.scalar)
 
-    def create_fp_to_fp(self, source, target, rounding, convert=builder.create_fp_to_fp):
-        kinds = {source.dtype.scalar.name, target.scalar.name}
-        if (
-            "bf16" in kinds
-            and not any(kind.startswith("fp8") for kind in kinds)
-            and "RTZ" not in str(rounding)
-        ):
+    def create_fp_to_fp(self, source, target, rounding):
+        if tl.bfloat16 in (source.dtype.scalar, target.scalar):
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
 
-    for name in ("binary_op", "ternary_op", "unary_op"):
-        setattr(
-            builder,
-            name,
-            _except_selection(through_float32(getattr(builder, name)), getattr(builder, name)),
-        )
-    builder.create_fma = through_float32(builder.create_fma)
-    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = (
-        create_dot,
-        cast_impl,
-        create_fp_to_fp,
-    )
-    if not hasattr(builder, "get_bf16"):
-        builder.get_bf16 = lambda self, value: handle(narrow([value]), tl.bfloat16)
-    for operation in (interpreter.ReduceOps, interpreter.ScanOps):
-        operation.apply_impl = _reduced_wide(operation.apply_impl, wide, as_bf16, is_bf16)
+    def except_bfloat16(method: Callable) -> Callable:
+        def checked(self, *operands):
+            kinds = [x.get_element_ty() if isinstance(x, handle) else x for x in operands]
+            if tl.bfloat16 in kinds:
+                raise TypeError("atomics and bitcasts of bfloat16 cannot be interpreted")
+            return method(self, *operands)
+
+        return checked
+
+    for name in ("create_atomic_rmw", "create_atomic_cas", "create_bitcast"):
+        setattr(builder, name, except_bfloat16(getattr(builder, name)))
+    for method in (create_masked_load, create_masked_store, create_dot, cast_impl, create_fp_to_fp):
+        setattr(builder, method.__name__, method)
+    handle.__post_init__ = round_to_bfloat16
+    builder.create_fabs = lambda self, x: self.unary_op(x, np.abs)
+    builder.get_bf16 = lambda self, value: handle(np.array([value]), tl.bfloat16)
+    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
 
 
 def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
@@ -202,46 +179,18 @@ def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
     return torch.from_numpy(x if x.flags.writeable else x.copy())
 
 
-def _except_selection(repaired: Callable, method: Callable) -> Callable:
-    """Do not repair `where`, which copies bit patterns."""
+def _looked_up_once(look_up: Callable) -> Callable:
+    found = {"bf16": np.dtype(np.float32)}
 
-    @wraps(method)
-    def chosen(self, *arguments):
-        *operands, operation = arguments
-        if operation is np.where:
-            return method(self, *arguments)
-        return repaired(self, *operands, operation)
+    def np_dtype(kind: Any) -> np.dtype:
+        scalar = kind.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return look_up(scalar)
+        if scalar.name not in found:
+            found[scalar.name] = look_up(scalar)
+        return found[scalar.name]
 
-    return chosen
-
-
-def _reduced_wide(
-    method: Callable, wide: Callable, as_bf16: Callable, is_bf16: Callable
-) -> Callable:
-    @wraps(method)
-    def apply_impl(self, tensors):
-        if not any(is_bf16(x.handle) for x in tensors):
-            return method(self, tensors)
-
-        def retyped(x, scalar, handle):
-            return tl.core.tensor(
-                handle, tl.block_type(scalar, list(x.shape)) if x.type.is_block() else scalar
-            )
-
-        widened = tuple(
-            retyped(x, tl.float32, wide(x.handle)) if is_bf16(x.handle) else x for x in tensors
-        )
-        results = method(self, widened)
-        several = results if isinstance(results, (list, tuple)) else [results]
-        rounded = [
-            retyped(y, tl.bfloat16, as_bf16(y.handle))
-            if is_bf16(x.handle) and y.dtype == tl.float32
-            else y
-            for x, y in zip(tensors, several, strict=False)
-        ]
-        return rounded if isinstance(results, (list, tuple)) else rounded[0]
-
-    return apply_impl
+    return np_dtype
 
 
 # ---------------------------------------------------------------------- loop bounds
@@ -250,15 +199,9 @@ def _repair_loop_bounds() -> None:
 
     patch = interpreter._patch_lang_tensor
 
-    def index(self) -> int:
-        return int(np.asarray(self.handle.data).reshape(-1)[0])
-
-    def patch_tensor(tensor, *scope):
-        patch(tensor, *scope)
-        if scope:
-            scope[0].set_attr(tensor, "__index__", index)
-        else:
-            tensor.__index__ = index
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor
 
@@ -273,67 +216,31 @@ def _repair_launches() -> None:
     @wraps(launch)
     def one_at_a_time(self, *arguments, **options):
         with _launch, np.errstate(all="ignore"), torch.autocast("cpu", enabled=False):
-            outer, threads = _patched.copy(), torch.get_num_threads()
-            _patched.clear()
+            threads, patched = torch.get_num_threads(), patch(every_language)
             torch.set_num_threads(1)
             try:
                 return launch(self, *arguments, **options)
             finally:
                 torch.set_num_threads(threads)
-                _patched.clear()
-                _patched.update(outer)
+                patched.restore()
 
     def one_rewrite_at_a_time(self):
         with parsing:
             return rewrite(self)
 
-    def patch_once(function):
-        names = function.__globals__
-        if id(names) not in known:
-            known[id(names)] = names, _languages(names)
-        _, languages = known[id(names)]
-        if languages in _patched:
-            return contextlib.nullcontext()  # an inner call has nothing to restore
-        _patched.add(languages)
-        return patch(function)
-
     def patch_builtin(package, builder, scope):
         if package not in builtins:
             members = inspect.getmembers(package)
-            builtins[package] = [
-                (name, member) for name, member in members if tl.core.is_builtin(member)
-            ]
+            builtins[package] = [(name, x) for name, x in members if tl.core.is_builtin(x)]
         for name, member in builtins[package]:
             interpreter._patch_attr(package, name, member, builder, scope)
 
-    # holds the globals, so that no other object gets their id
-    known: dict[int, tuple[dict, tuple]] = {}
     builtins: dict[Any, list] = {}
-    interpreter.interpreter_builder.options = replace(
-        interpreter.interpreter_builder.options, sanitize_overflow=False
-    )
-    interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
+    every_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.GridExecutor.__call__ = one_at_a_time
     interpreter.InterpretedFunction.rewrite = one_rewrite_at_a_time
-    interpreter._patch_lang = patch_once
+    # a launch has patched all, so its functions patch nothing
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     interpreter._patch_builtin = patch_builtin
-
-
-def _looked_up_once(look_up: Callable) -> Callable:
-    found: dict[str, np.dtype] = {}
-
-    def np_dtype(kind: Any) -> np.dtype:
-        scalar = kind.scalar
-        if isinstance(scalar, tl.pointer_type):
-            return look_up(scalar)
-        if scalar.name not in found:
-            found[scalar.name] = look_up(scalar)
-        return found[scalar.name]
-
-    return np_dtype
-
-
-def _languages(names: dict) -> tuple:
-    """Return the ids of the language modules that a kernel with these globals patches."""
-    core = (tl, tl.core)
-    return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

@@ -1,8 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch; `launch` does so once for each key
-(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device
-stand for those of a `Gpu` or a CPU; their launches do nothing.
+Triton inspects all arguments at each launch; `launch` does so once for each `specialization`. For
+plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu`
+or a CPU; their launches do nothing.
 """
 
 import threading
@@ -30,29 +30,15 @@ _recorders = threading.local()
 def launch(
     kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any
 ) -> None:
-    """Launch ``ctas`` CTAs, or raise ValueError if shared memory does not suffice."""
+    """Launch ``ctas`` CTAs."""
     recorder = getattr(_recorders, "current", None)
-    try:
-        if recorder is None:
-            _launch(kernel, ctas, device, arguments, constants)
-            return
-        # record the launch, not the operators inside Triton's launcher
-        with _disable_current_modes():
-            compiled = _launch(kernel, ctas, device, arguments, constants)
-    except _out_of_resources() as error:
-        raise ValueError(
-            f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this "
-            f"device has {error.limit}: "
-            'use backend("triton"), a narrower dtype or canon.reference'
-        ) from error
+    if recorder is None:
+        _launch(kernel, ctas, device, arguments, constants)
+        return
+    # record the launch, not the operators inside Triton's launcher
+    with _disable_current_modes():
+        compiled = _launch(kernel, ctas, device, arguments, constants)
     recorder.launched(kernel, compiled, ctas, arguments, constants)
-
-
-def _out_of_resources() -> Any:
-    """Return the class of Triton's error, which is imported only if a launch raises."""
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
 
 
 def _repair(kernel: Any) -> None:
@@ -64,7 +50,6 @@ def _repair(kernel: Any) -> None:
 def _launch(
     kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict
 ) -> "CompiledKernel | None":
-    """Launch a kernel. Return the compiled kernel, or None on a CPU."""
     if device.type == "meta":
         return None
     if device.type == "cpu":  # interpreted or simulated
@@ -88,7 +73,7 @@ def _launch(
 
 
 def copy_back(x: Tensor, written: Tensor) -> None:
-    """Copy a result into x, unless a kernel has written it in place."""
+    """Copy a result that no kernel wrote in place."""
     if written is not x:
         x.copy_(written)
 
@@ -113,7 +98,7 @@ def _tma_strides(
 
 
 def is_recording() -> bool:
-    """Return whether this thread's launches are being recorded."""
+    """Return whether this thread's launches are recorded."""
     return getattr(_recorders, "current", None) is not None
 
 
@@ -165,13 +150,13 @@ def meta_stands_for(gpu: Gpu | None) -> Iterator[None]:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Return whether kernels on this device are interpreted or simulated."""
+    """Return whether kernels here are interpreted or simulated."""
     return device.type == "cpu" or (device.type == "meta" and _meta_stands_for.get() is None)
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return the properties of a CUDA device, or of the one that the meta device stands for. Raises
-    RuntimeError in a data loader's worker, which should not start CUDA.
+    RuntimeError in a data loader's worker.
     """
     if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
         return gpu
@@ -194,10 +179,10 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device."""
+    """Return the compute capability."""
     return gpu_of(device).capability
 
 
 def multiprocessor_count(device: torch.device) -> int:
-    """Return the number of SMs of a CUDA device."""
+    """Return the number of SMs."""
     return gpu_of(device).multiprocessors

@@ -26,13 +26,10 @@ import os
 from canon.fast.ahead.compilation import compile_all
 
 def fail(): raise ValueError("no such kernel")
-def die(): os._exit(7)
 def fine(): pass
 
 if __name__ == "__main__":
     print(sorted(map(repr, compile_all([fine, fail, fine, fine], 2))))
-    done = list(compile_all([die, *[fine] * 5], 1))
-    print(len(done), done.count(None) < 6)
 """
 # Kernels get CPU tensors, and a driver with a target but no device.
 COLLECT = """
@@ -56,20 +53,15 @@ cases = [
     if case.function in ("merge", "attention_forward")
 ]
 runner = CaseRunner("canon.fast", tuple(cases), FromDocuments(documents), "cpu", Path())
-progress = []
 with _target(90):
     with recorded_jobs() as jobs:
-        warming.collect([(1, runner)], progress.append)
+        warming.collect([(1, runner)])
     with recorded_jobs() as again:
         warming.collect([(1, runner), (1, runner)])
     names = sorted(name for _, name, _ in jobs)
     merge = [job for key, job in jobs.items() if key[1] == "merge_kernel"]
     compiled = [error is None for error in compile_all(merge, 2)]
-print(
-    json.dumps(
-        dict(names=names, again=len(again), progress=progress, cases=len(cases), compiled=compiled)
-    )
-)
+print(json.dumps(dict(names=names, again=len(again), compiled=compiled)))
 """
 
 # A module whose `collect` launches one kernel.
@@ -83,13 +75,13 @@ from canon.testing.compile import _target
 
 target = _target(90)
 
-def collect(progress):
+def collect():
     target.__enter__()  # until the process ends
     out, lse = torch.zeros(1, 16, 2, 32), torch.zeros(1, 2, 16)
     launch.merge(out, lse, out, lse, out, lse)
 
 def compiled():
-    outcome = compilation.compile_ahead(collect, 1, ["merge"], processes=2, progress=False)
+    outcome = compilation.compile_ahead(collect, ["merge"], processes=2, progress=False)
     assert outcome.complete, outcome
     return outcome.compiled, outcome.of
 """
@@ -107,15 +99,12 @@ print([warming.worth_it(device, module) for device, module in given])
 
 
 def test_a_failing_fork_is_not_fatal():
-    first, second = printed(JOBS).splitlines()
-    assert first == str(["None", "None", "None", "ValueError('no such kernel')"])
-    assert second == "6 True"
+    assert printed(JOBS) == str(["None"] * 3 + ["ValueError('no such kernel')"]) + "\n"
 
 
 def test_compilations_are_collected_once_without_a_launch_and_compiled_into_the_cache(tmp_path):
     cache = tmp_path / "cache"
     found = json.loads(printed(COLLECT, TRITON_CACHE_DIR=str(cache)))
-    assert found["progress"] == list(range(1, found["cases"] + 1)), "progress, case by case"
     assert set(found["names"]) == {
         "forward_kernel",
         "merge_kernel",
@@ -147,7 +136,7 @@ def groups(tmp_path, monkeypatch):
     ("program", "message", "stamped"),
     [
         (
-            'print(\'{"steps": 3}\\n{"of": 2}\\n{"compiled": 2, "failed": 0}\')',
+            'print(\'{"of": 2}\\n{"compiled": 2, "failed": 0}\')',
             "2 kernels compiled in ",
             True,
         ),

@@ -7,9 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from triton import knobs
 
-from canon import Mask
+from canon import Mask, fast
 from canon.fast.ahead import first_call
 from canon.fast.ahead.compilation import Outcome
 from canon.fast.ahead.kernel_variants import identities
@@ -24,12 +23,12 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.fixture
 def teams(monkeypatch):
-    """Return a list of (steps, identities) of the teams that would compile, and an outcome that the
+    """Return a list of the identities of the teams that would compile, and an outcome that the
     test may change.
     """
     found, outcome = [], [Outcome(3, 0, 3)]
 
-    def compile_ahead(collect, steps, identities, **options):
+    def compile_ahead(collect, identities, **options):
         found.append(identities)
         return outcome[0]
 
@@ -116,17 +115,10 @@ def test_warm_up_leaves_the_stamps_of_first_calls():
     assert not set(identities(other)) & set(identities(warmed))
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_call.tempfile, "tempdir", str(tmp_path))
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path / "own")
-        first_call.make_cache_writable()
-        assert knobs.cache.dir == str(tmp_path / "own")
-        (tmp_path / "file").write_text("")
-        knobs.cache.dir = str(
-            tmp_path / "file" / "cache"
-        )  # root may write into a read-only folder, but not into a file
-        with pytest.warns(UserWarning, match="not writable"):
-            first_call.make_cache_writable()
-        assert knobs.cache.dir.startswith(str(tmp_path / "canon-triton-"))
-        assert (tmp_path / knobs.cache.dir).stat().st_mode & 0o777 == 0o700
+def test_each_new_kind_of_call_asks_once_for_its_kernels(monkeypatch):
+    asked, side = [], LOCAL.side
+    monkeypatch.setitem(vars(side), "compile_for", asked.append)
+    q, k, v = (torch.zeros(1, 16, heads, 8) for heads in (4, 2, 2))
+    for mask in (None, None, Mask.window(16, left=2), None):
+        fast.attention(q, k, v, mask, scale=0.123)
+    assert [made.mask for made in asked] == [Mask.causal(16), Mask.window(16, left=2)]

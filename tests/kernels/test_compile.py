@@ -60,18 +60,17 @@ def allowed_spill(report):
 
     float32 and float64 use no tensor cores, so their speed matters less. For dq at D = 256, every
     Triton configuration without spills is slower. Triton kernels that visit keys in order have a
-    second loop, for tiles with several bands."""
+    second loop, for tiles with several bands. Triton 3.7, unlike 3.6, spills in dkdv on sm_90 if
+    Q has no tensor descriptor."""
     case = report["case"]
+    kernel = case["backend"], case["kernel"], case["describable"]
     if case["backend"] == "triton" and case["key_order"]:
         return 96
     if case["dtype"] in ("float32", "float64"):
         return 32
-    return (
-        28
-        if (case["backend"], case["kernel"], case["d"], case["describable"])
-        == ("triton", "dq", 256, True)
-        else 0
-    )
+    if kernel == ("triton", "dq", True) and case["d"] == 256:
+        return 28
+    return 24 if kernel == ("triton", "dkdv", False) and case["arch"] == 90 else 0
 
 
 def expected_waits(report):
@@ -98,31 +97,27 @@ def expected_waits(report):
 def test_kernels_compile_without_spills_and_fit_the_device(arch, tmp_path):
     cases, reports = compiled(arch, tmp_path)
     assert len(reports) >= len(cases)
-    wrong = [r for r in reports if r["spilled"] > allowed_spill(r)]
-    assert not wrong, f"registers are spilled: {wrong}"
-    wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
-    assert not wrong, f"more shared memory than config.shared_bytes returns: {wrong}"
-    assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
-    weights = [r["shared"] for r in reports if r["name"] == "weights_kernel"]
-    assert all(2 * (shared + 1024) <= 228 * 1024 for shared in weights), (
-        "an SM holds two CTAs of this kernel"
-    )
-    wrong = [r for r in reports if r["warnings"]]
-    assert not wrong, f"the assembler warns: {wrong}"
-    wrong = [r for r in reports if r["overwritten"]]
-    assert not wrong, f"registers of MMAs in flight are written: {wrong}"
-    wrong = [
-        r
-        for r in reports
-        if (r["waits"], r["waits_added"], r["waits_skipped"]) != expected_waits(r)
-    ]
-    assert not wrong, f"the assembler adds or moves waits for MMAs: {wrong}"
+    waits_of = lambda r: (r["waits"], r["waits_added"], r["waits_skipped"])
+    for fault, found in (
+        ("registers are spilled", lambda r: r["spilled"] > allowed_spill(r)),
+        ("shared_bytes returns less memory", lambda r: r["shared"] > r["expected_shared"]),
+        ("more memory than a CTA may have", lambda r: r["shared"] > SHARED_LIMIT[arch]),
+        (
+            "an SM cannot hold two CTAs of this kernel",
+            lambda r: r["name"] == "weights_kernel" and 2 * (r["shared"] + 1024) > 228 * 1024,
+        ),
+        ("the assembler warns", lambda r: r["warnings"]),
+        ("registers of MMAs in flight are written", lambda r: r["overwritten"]),
+        ("the assembler moves waits for MMAs", lambda r: waits_of(r) != expected_waits(r)),
+    ):
+        wrong = [r for r in reports if found(r)]
+        assert not wrong, f"{fault}: {wrong}"
     long = [r["config"] for r in reports if r["case"]["seen"]]
     assert long == [
         asdict(LONG_TABLE[case.kernel, (case.d, case.dv)][case.seen]) for case in cases if case.seen
     ]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
-    expected = [True for case in cases if case.kernel in ("merge", "merge_rows")]
+    expected = [True, True] * sum(case.kernel == "rows" for case in cases)
     assert merges == expected, "a warp writes lse in place before other warps have read it"
 
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hopper import FEW, HOPPER_ONLY, hopper, inputs
+from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, growing, hopper, inputs
 from invariant_worlds import decoded, same_bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
 from canon.faces import public_decode
 from canon.fast import decode_in_order
-from canon.fast.kernels.gluon import launch
+from canon.fast.kernels.gluon import few_queries_plan, launch
 from canon.testing import process_groups
 
 pytestmark = HOPPER_ONLY
@@ -71,19 +71,10 @@ def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, FEW[name])
 
 
-@pytest.mark.parametrize(
-    ("h", "g", "d", "dv", "dtype"),
-    [
-        (6, 2, 128, 128, torch.bfloat16),
-        (2, 2, 64, 64, torch.float16),
-        (4, 2, 256, 256, torch.float16),
-        (2, 1, 192, 128, torch.bfloat16),
-        (3, 3, 40, 24, torch.bfloat16),
-    ],
-)
-def test_widths_and_dtypes(monkeypatch, h, g, d, dv, dtype):
+@pytest.mark.parametrize("shape", FEW_SHAPES, ids=str)
+def test_widths_and_dtypes(monkeypatch, shape):
     mask = FEW["causal"]
-    q, k, v, *_ = inputs(mask, 1, h, g, d, dv, dtype)
+    q, k, v, *_ = inputs(mask, 1, *shape)
     assert assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
 
 
@@ -99,23 +90,20 @@ def test_sinks_softcaps_scales_packs_and_a_mask_for_each_sequence(monkeypatch):
 
 @pytest.mark.parametrize(("growth", "travel"), [(6.0, None), (40.0, False), (-40.0, True)])
 def test_where_a_maximum_would_rise_the_keys_travel(monkeypatch, growth, travel):
-    mask = Mask.causal(9, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
-    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
-    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    mask, q, k, v = growing(growth)
     found = assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
     assert travel is None or found == travel
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("keys", [slice(0, 128), slice(384, 512)], ids=str)
-def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, keys):
+@pytest.mark.parametrize("start", [0, 384])
+def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, start):
     mask = Mask.causal(5, N)
     q, k, v, *_ = inputs(mask, 1, 2, 2, 64, 64)
     q[..., 0] = 1.0
-    k[:, keys, :, 0] = value
+    k[:, start : start + 128, :, 0] = value
     found = assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
-    assert found == (value == -torch.inf and keys.start > 0)
+    assert found == (value == -torch.inf and start > 0)
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -153,12 +141,15 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
 
 
 def test_only_few_queries_on_hopper_kernels():
-    q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16)
-    k = torch.empty(1, 0, 2, 64, dtype=torch.bfloat16)
+    def chosen(queries, key_heads=2):
+        q, k = (
+            torch.empty(1, n, heads, 64, dtype=torch.bfloat16)
+            for n, heads in ((queries, 8), (0, key_heads))
+        )
+        return decode_in_order.in_order(q, k, k)
+
     with hopper():
-        assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
-        assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_decode.keys_travel
-        assert decode_in_order.in_order(q[:, :0], k, k) is public_decode.keys_travel
-        more = torch.empty(1, launch.MOST_QUERIES + 1, 2, 64, dtype=torch.bfloat16)
-        assert decode_in_order.in_order(more, k, k) is public_decode.keys_travel
-    assert decode_in_order.in_order(q, k, k) is public_decode.keys_travel
+        assert chosen(64) is decode_in_order.decode_in_order
+        most = few_queries_plan.MOST_QUERIES
+        others = chosen(64, key_heads=1), chosen(0), chosen(most + 1, key_heads=8)
+    assert {*others, chosen(64)} == {public_decode.keys_travel}

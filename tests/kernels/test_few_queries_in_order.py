@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hopper import FEW, HOPPER_ONLY, assert_exact, hopper, inputs
-from sharded import DEVICE
+from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, assert_exact, growing, hopper, inputs
+from invariant_worlds import same_bits
+from sharded import DEVICE, all_equal
 
 from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launch
@@ -17,7 +18,6 @@ from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_o
 from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
 from canon.fast.tables.cells import Cells, Places, in_place
 from canon.masks.plan_cache import PLANS
-from canon.testing.bit_patterns import patterns
 from canon.testing.judge import Attended
 
 pytestmark = HOPPER_ONLY
@@ -83,29 +83,17 @@ def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
     with monkeypatch.context() as patch:
         patch.setattr(few_queries_launch, "few_queries", lambda *_: None)
         expected = attend(q, k, v, mask, **options)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.equal(patterns(one), patterns(other))
+    assert same_bits(got, expected)
     return any(repeated)
 
 
-SHAPES = [  # query heads, key heads, d, dv, dtype
-    (4, 1, 64, 64, torch.bfloat16),
-    (6, 2, 128, 128, torch.bfloat16),
-    (2, 2, 64, 64, torch.float16),
-    (4, 2, 256, 256, torch.float16),
-    (2, 1, 192, 128, torch.bfloat16),
-    (3, 3, 40, 24, torch.bfloat16),
-]
-
-
 @pytest.mark.sweep
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", FEW_SHAPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape):
     """Keys that no query sees are NaN. Two sequences, as heads."""
-    h, g, d, dv, dtype = shape
     mask = MASKS[name]
-    q, k, v, dout, dlse = inputs(mask, 2, h, g, d, dv, dtype)
+    q, k, v, dout, dlse = inputs(mask, 2, *shape)
     if not mask.bands:
         with noted(monkeypatch) as repeated:
             out, lse = attend(q, k, v, mask)
@@ -126,10 +114,7 @@ def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
     """Where later scores are so large that the first maximum does not do, the whole forward repeats
     the call.
     """
-    mask = Mask.causal(9, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
-    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
-    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    mask, q, k, v = growing(growth, dtype)
     repeated = assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
     assert repeats is None or repeated == repeats
 
@@ -155,10 +140,8 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
         monkeypatch, q, k, v, [mask, MASKS["causal"].crop(queries=range(4, 7))]
     )
     with hopper(), torch.no_grad():
-        out, lse = fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True)
         got = fast.decode_attention(q, k, v, mask, rank_invariant=True, return_lse=True)
-    assert torch.equal(out, got[0])
-    assert torch.equal(lse, got[1])
+    assert all_equal(got, attend(q, k, v, mask))
 
 
 # ------------------------------------------------------------------ tables

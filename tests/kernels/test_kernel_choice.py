@@ -1,5 +1,7 @@
 """The choice of backward method, kernel backend, configuration and concurrent heads."""
 
+from itertools import product
+
 import pytest
 import torch
 from sharded import DEVICE
@@ -11,6 +13,8 @@ from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.config import KERNELS
+from canon.fast.tables.cells import Cells
+from canon.testing.compile import SHARED_LIMIT
 
 pytestmark = pytest.mark.gpu
 ANY_ORDER, IN_ORDER = backward.Method("auto", False), backward.Method("auto", True)
@@ -34,26 +38,24 @@ def test_auto_chooses_head_parallel_where_split_would_leave_multiprocessors_idle
 def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs_little(
     monkeypatch,
 ):
-    def chosen(b, t, h, g, d, dv=64):
+    def chosen(b, t, h, g, d=64, dv=64, mask=None, sends=False):
         q, k, v = (torch.empty(b, t, *shape, device="meta") for shape in ((h, d), (g, d), (g, dv)))
-        return backward.automatic(q, k, v, Mask.causal(t), IN_ORDER, 132)
+        how = IN_ORDER._replace(sends=sends)
+        return backward.automatic(q, k, v, mask or Mask.causal(t), how, 132)
 
-    assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
+    assert chosen(1, 16384, 32, 32) == "split", "Triton's kernel adds in any order"
     monkeypatch.setattr(backward, "kernels_for", lambda q, v: hopper)
-    assert chosen(1, 16384, 32, 32, 64) == "fused"
-    assert chosen(0, 16384, 32, 32, 64) == "split", "no work"
-    assert chosen(1, 16384, 32, 32, 64, 128) == "fused"
+    assert chosen(1, 16384, 32, 32) == chosen(1, 16384, 32, 32, dv=128) == "fused"
+    assert chosen(0, 16384, 32, 32) == "split", "no work"
     assert chosen(1, 20480, 20, 4, 128) == "split", "CTAs would idle at the end"
     assert chosen(1, 16384, 16, 16, 256) == "split", "wider than the fused kernel"
-    for n, sends, method in ((8192, False, "fused"), (8192, True, "split"), (2048, False, "split")):
-        q, k = (torch.empty(1, n, heads, 128, device="meta") for heads in (32, 8))
-        how = IN_ORDER._replace(sends=sends)
-        assert backward.automatic(q, k, k, Mask.full(n), how, 132) == method, (
-            "equal tiles hardly wait, but their gradients may be sent before dq is computed"
-        )
-    assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
-    q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
+    equal = {"d": 128, "dv": 128, "mask": Mask.full(8192)}
+    assert chosen(1, 8192, 32, 8, **equal) == "fused", "equal tiles hardly wait"
+    assert chosen(1, 8192, 32, 8, **equal, sends=True) == "split", "dk and dv may be sent before dq"
+    assert chosen(1, 2048, 32, 8, 128, 128, Mask.full(2048)) == "split"
+    assert chosen(2, 1024, 8, 1) == "head_parallel"
     shard = Layout.zigzag(16384, 4).local_mask(Mask.causal(16384), 0, range(4))
+    q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
     assert backward.automatic(q, k, k, shard, IN_ORDER, 132) == "split", (
         "gradients of other ranks' keys are sent before dq is computed"
     )
@@ -62,35 +64,38 @@ def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs
 def test_fused_raises_under_deterministic_algorithms(deterministic):
     mask = Mask.causal(64)
     q, k, v = (torch.randn(1, 64, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    run = lambda method: local.attention(q, k, v, mask, backward=method).sum().backward()
     for method in ("auto", "split", "head_parallel"):
-        local.attention(q, k, v, mask, backward=method).sum().backward()
+        run(method)
     with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
-        local.attention(q, k, v, mask, backward="fused").sum().backward()
+        run("fused")
     torch.use_deterministic_algorithms(True, warn_only=True)
     with pytest.warns(UserWarning, match="adds to dq in any order"):
-        local.attention(q, k, v, mask, backward="fused").sum().backward()
+        run("fused")
 
 
 def test_backends_are_named():
     with pytest.raises(ValueError, match="'gluon', 'triton', 'cuda', 'torch'"), backend("tritn"):
         pass
-    with backend("triton"):
-        x = torch.zeros(1, 3, 1, 16, device=DEVICE)
-        local.attention_forward(x, x, x, Mask.causal(3))
 
 
-def test_configurations_that_do_not_fit_are_skipped():
-    sizes = []
-    for limit in (232448, 166912, 101376):  # sm_90, sm_80, sm_86 and sm_89
-        chosen = [
-            config.fitting(name, d, d, 2, limit, False, limit > 200000)
-            for name in KERNELS
-            for d in (64, 128, 256)
-        ]
-        sizes.append(sum(c.rows * c.columns for c in chosen))
-    assert sizes == sorted(sizes, reverse=True)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_configurations_fit_the_device_up_to_a_width_of_512(arch):
+    for name, width in product(KERNELS, (64, 128, 256, 512)):
+        chosen = config.fitting(name, width, width, 2, SHARED_LIMIT[arch], False, arch == 90)
+        assert config.shared_bytes(name, chosen, width, width, 2) <= SHARED_LIMIT[arch]
+        assert chosen != config.SMALLEST or name == "fused"
 
 
 def test_too_little_shared_memory_names_need_and_limit():
     with pytest.raises(ValueError, match=r"needs at least \d+ bytes.*this device has 1000"):
         config.fitting("dkdv", 128, 128, 2, 1000, False, False)
+
+
+def test_wider_heads_raise_and_name_the_limit():
+    wide = torch.zeros(1, 4, 1, 520, device=DEVICE)
+    with backend("triton"), pytest.raises(ValueError, match="up to 512 wide, got .* 1024 and 1024"):
+        local.attention(wide, wide, wide)
+    x = torch.zeros(1, 4, 1, 512, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"up to \(256, 256\) wide, not \(512, 512\): use backend"):
+        hopper.forward(x, x, x, Cells(Mask.causal(4)), 1.0, x, torch.zeros(1, 1, 4))

@@ -1,8 +1,7 @@
-"""Tile sizes of the CUDA kernels: the first configuration of a table that fits.
+"""Tile sizes of the CUDA kernels: the first of a table that fits.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv". ``parts`` warps share rows, and divide the columns and widths. Few warps with many registers
-are fastest.
+"dkdv". ``parts`` warps share rows, and divide the columns and widths.
 """
 
 from dataclasses import dataclass, replace

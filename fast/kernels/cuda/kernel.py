@@ -22,7 +22,7 @@ _collected: list[dict[Any, Callable[[], Any]]] = []  # of `collecting`
 
 
 class Variant(NamedTuple):
-    """The macros, the warps, and the bytes of dynamic shared memory."""
+    """What is compiled, and how it is launched."""
 
     macros: Macros
     warps: int
@@ -67,7 +67,7 @@ class Kernel:
 
 
 class LoadedKernel:
-    """A variant of a kernel, on the device of this index."""
+    """A variant on a device."""
 
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
         self.kernel, self.variant, self.device = kernel, variant, device
@@ -80,7 +80,6 @@ class LoadedKernel:
         return partial(self.launch, grid[0])
 
     def launch(self, ctas: int, *arguments: Any) -> None:
-        """Launch on the current stream, or raise RuntimeError with the driver's error."""
         image = bytearray(self.kernel.image(arguments))
         struct.pack_into(
             f"<{self.kernel.pointers}Q",
@@ -122,7 +121,7 @@ def architecture(device: torch.device) -> int:
 
 @contextmanager
 def collecting(jobs: dict[Any, Callable[[], Any]]) -> Iterator[None]:
-    """Inside the block, add the compilation of each new variant to ``jobs``; launch nothing."""
+    """Inside the block, add compilations to ``jobs``; launch nothing."""
     _collected.append(jobs)
     try:
         yield

@@ -43,26 +43,14 @@ def forward(
     check(q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
-    own_lse = (
-        lse
-        if contiguous_rows(lse) is lse
-        else torch.empty_like(lse, memory_format=torch.contiguous_format)
-    )
+    own_lse = lse if contiguous_rows(lse) is lse else lse.new_empty(lse.shape)
     config, table = plan("forward", q, v, cells)
     group = q.shape[2] // k.shape[2]
     scale, sign = base2_scale(uncapped(scale), q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     numbers = scale, sign, len(table.tiles), q.shape[2], group, l2_heads
     tensors = (q, k, v, own_out, own_lse)
-    run(
-        FORWARD,
-        config,
-        len(table.tiles) * batch_heads(q),
-        (*tensors, table.tiles, table.spans),
-        tensors,
-        numbers,
-        own_out,
-    )
+    run(FORWARD, config, table, tensors, tensors, numbers, own_out)
     copy_back(out, own_out)
     copy_back(lse, own_lse)
 
@@ -85,16 +73,8 @@ def dq(
     group = q.shape[2] // k.shape[2]
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     numbers = uncapped(scale), len(table.tiles), q.shape[2], group, l2_heads
-    pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
-    run(
-        DQ,
-        config,
-        len(table.tiles) * batch_heads(q),
-        pointers,
-        (q, k, v, dout, own_dq, lse),
-        numbers,
-        own_dq,
-    )
+    pointers = (q, k, v, dout, lse, delta, own_dq)
+    run(DQ, config, table, pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
     copy_back(dq, own_dq)
 
 
@@ -123,9 +103,8 @@ def dkdv(
     owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     numbers = uncapped(scale), len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
-    pointers = (q, k, v, dout, lse, delta, own_dk, own_dv, table.tiles, table.spans)
-    strided = (q, k, v, dout, own_dk, own_dv, lse)
-    run(DKDV, config, len(table.tiles) * batch_heads(dk), pointers, strided, numbers, own_dk)
+    pointers = (q, k, v, dout, lse, delta, own_dk, own_dv)
+    run(DKDV, config, table, pointers, (q, k, v, dout, own_dk, own_dv, lse), numbers, own_dk)
     copy_back(dk, own_dk)
     copy_back(dv, own_dv)
 
@@ -144,7 +123,7 @@ def check(q: Tensor) -> None:
 
 
 def uncapped(scale: Scale) -> float:
-    """Return the scale as a number. Raises ValueError if it has a soft-cap."""
+    """Return the scale, or raise ValueError if it has a soft-cap."""
     number, softcap = split_scale(scale)
     if softcap is not None:
         raise ValueError(
@@ -154,9 +133,8 @@ def uncapped(scale: Scale) -> float:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if 16 bytes of a row cannot be read at a time, or
-    tokens or heads share memory.
-    """
+    """Return x, or a contiguous copy if 16 bytes of a row cannot be read at a time, or tokens or
+    heads share memory."""
     if tma_loadable(x):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -175,7 +153,7 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkTable]:
-    """Return the configuration and the work table."""
+    """Return configuration and work table."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
     return config, work_table(
@@ -184,24 +162,20 @@ def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkT
 
 
 def run(
-    kernel: Kernel,
-    config: Config,
-    ctas: int,
-    pointers: tuple[Tensor, ...],
-    strided: tuple[Tensor, ...],
-    numbers: tuple,
-    result: Tensor,
+    kernel: Kernel, config: Config, table: WorkTable, tensors, strided, numbers, result: Tensor
 ) -> None:
-    """Launch ``ctas`` CTAs."""
+    """Launch a CTA for each tile of the table and head of the result."""
+    ctas = len(table.tiles) * batch_heads(result)
     if not ctas:
         return
     strides = (stride for x in strided for stride in kernel_strides(x)[:-1])
     variant = variant_of(config, strided[0], strided[2], result.dtype)
-    launch(kernel, ctas, result.device, (*pointers, *strides, *numbers), variant=variant)
+    arguments = (*tensors, table.tiles, table.spans, *strides, *numbers)
+    launch(kernel, ctas, result.device, arguments, variant=variant)
 
 
 def variant_of(config: Config, q: Tensor, v: Tensor, result: torch.dtype) -> Variant:
-    """Return the variant of a kernel for these tensors."""
+    """Return the variant for these tensors."""
     macros = config.macros() | {
         "CANON_D": q.shape[-1],
         "CANON_DV": v.shape[-1],

@@ -6,7 +6,6 @@ processes may write the same one."""
 import hashlib
 import io
 import os
-import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +29,16 @@ class Program(NamedTuple):
     folder: Path = FOLDER
 
     def compiled(self) -> bytes:
-        """Return the cubin from the cache, or compile and keep it.
-
-        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError.
-        """
+        """Return the cubin from the cache, or compile and keep it."""
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
             if path.exists():
                 return path.read_bytes()
             code, _ = self.compile()
-            _write(path, code)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = path.with_suffix(f".{os.getpid()}")
+            written.write_bytes(code)
+            written.replace(path)
             return code
 
     def compile(self) -> tuple[bytes, str]:
@@ -76,7 +75,7 @@ class Program(NamedTuple):
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC, or raise ModuleNotFoundError."""
+    """Return `cuda.core` and the version of NVRTC."""
     # `cuda.core` replaces modules during import: a second thread would find a part
     with _importing:
         return _imported()
@@ -104,15 +103,3 @@ def cache_folder() -> Path:
     """Return the folder of the cubins."""
     chosen = os.environ.get("CANON_CACHE_DIR")
     return Path(chosen) if chosen else Path(knobs.cache.dir) / "canon-cuda"
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise

@@ -1,8 +1,8 @@
 """Attention in plain PyTorch, tile by tile: the functions of a kernel backend.
 
 All sums are computed in the accumulation dtype, in a fixed order. Scores have no range. A NaN
-reaches the tokens that the table of the Triton launches names, with tiles of at most 128 rows, and
-128 columns where a band ends.
+reaches the tokens that the table of the Triton launches names, with tiles of at most 128 x 128
+where a band ends.
 
 Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation
 dtype, and b h 128 x 1,024 scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
@@ -23,7 +23,7 @@ RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t)
 
 
 def choose_method(*given: Any) -> str:
-    """Return the method for "auto", here "split", which needs no sums of dq.
+    """Return the method for "auto": "split" needs no sums of dq.
 
     Arguments: q, k, v, the mask, the number of SMs, then ``repeats`` and ``sends`` of
     `canon.fast.backward.Method`.
@@ -81,7 +81,6 @@ def _scores(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
 
 
 def _hidden(x: Tensor, cells: Tensor | None, value: float) -> Tensor:
-    """Fill the hidden cells of x (b, g, share * queries, keys) with ``value``, in place."""
     if cells is not None:
         x.unflatten(2, (-1, cells.shape[0])).masked_fill_(~cells, value)
     return x
@@ -158,9 +157,7 @@ def dkdv(
 
 
 def _by_head(x: Tensor, q: Tensor, tokens: Sequence) -> Tensor:
-    """Return x (b, g, share * rows, width) as (b, h, tokens, width), without rows that fill a tile
-    up.
-    """
+    """Return x (b, g, share * rows, width) as (b, h, tokens, width)."""
     return x.unflatten(2, (q.shape[2], -1)).flatten(1, 2)[:, :, : tokens[1] - tokens[0]]
 
 
@@ -188,7 +185,7 @@ def empty_statistics(lse: Tensor) -> None:
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
-    """Return lse and delta (b, h, t) as `dq` and `dkdv` read them."""
+    """Return what `dq` and `dkdv` read."""
     return lse, delta
 
 

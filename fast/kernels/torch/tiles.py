@@ -4,10 +4,10 @@
     x x .                columns   0:128    all cells: no band
     x x /                columns 128:256    the cells of a band
 
-Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
-A step joins neighbouring tiles, at most 1,024 columns, as each operator costs the host time. In the
-order of keys each step is one tile of 128 x 128, filled up with zeros, so that bits do not depend
-on other tiles."""
+Rows are queries, and columns are keys; in the transposed tables they change roles. A step joins
+neighbouring tiles, as each operator costs the host time. In the order of keys each step is one tile
+of 128 x 128, filled up with zeros, so that bits do not depend on other tiles.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,7 +27,7 @@ Band = tuple[int, ...]  # row start, stop, column start, stop, lo, hi
 
 
 class Step(NamedTuple):
-    """Columns ``begin:end``, and the ``bands`` of the visible cells; () if all are visible."""
+    """Columns ``begin:end``, and the ``bands`` of visible cells; () if all are visible."""
 
     begin: int
     end: int
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Rows ``start:stop``, and the steps that they visit, in order."""
+    """Rows ``start:stop`` and their steps, in order."""
 
     start: int
     stop: int
@@ -60,7 +60,6 @@ def row_tiles(cells: Cells, transposed: bool) -> tuple[RowTile, ...]:
 def _steps(
     start: int, stop: int, span: list[int], spans: list[list[int]], whole: bool
 ) -> Iterator[Step]:
-    """Yield the steps of a span of the work table (`WorkTable`; chained spans: `key_order`)."""
     begin, number, first, last = span[:4]
     bands = (
         (tuple(span[2:]),) if last > 0 else tuple(tuple(x[2:]) for x in spans[first : first - last])
@@ -75,7 +74,7 @@ def _steps(
 
 
 def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tensor | None:
-    """Return the visible cells of ``size`` rows, (size, columns), bool; None if all are visible."""
+    """Return the visible cells (size, columns), bool; None if all are visible."""
     row = torch.arange(rows.start, rows.start + size, device=device)
     if not step.bands:
         return None if size == rows.stop - rows.start else (row < rows.stop)[:, None]
@@ -100,21 +99,19 @@ class Operands:
         self.dtype = accumulate_dtype(q.dtype)
 
     def heads_first(self, x: Tensor) -> Tensor:
-        """Return x (b, t, heads, width) as (b, g, share, t, width), contiguous."""
         x = x.transpose(1, 2).to(self.dtype)
         if x.shape[1] < self.owners:
             x = x.repeat_interleave(self.owners // x.shape[1], 1)
         return x.contiguous().unflatten(1, (self.owners, x.shape[1] // self.owners))
 
     def rows(self, x: Tensor, tile: RowTile, value: float = 0.0) -> Tensor:
-        """Return these rows as (b, g, share * rows, width), filled up with ``value``."""
         x = x[..., tile.start : tile.stop, :]
         if self.whole and x.shape[3] < TILE:
             x = pad(x, (0, 0, 0, TILE - x.shape[3]), value=value)
         return x.flatten(2, 3).contiguous()
 
     def columns(self, x: Tensor, step: Step) -> Tensor:
-        """Return the columns of a step, (b, g, share * columns, width): 0 where no band has one."""
+        """Return the columns of a step: 0 where no band has one."""
         if not (self.whole and step.bands):
             return x[..., step.begin : step.end, :].flatten(2, 3).contiguous()
         tile = x.new_zeros(*x.shape[:3], TILE, x.shape[4])

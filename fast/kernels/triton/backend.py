@@ -1,4 +1,4 @@
-"""The declaration of the Triton backend: any CUDA GPU, and Triton's interpreter on a CPU."""
+"""The declaration of the Triton backend."""
 
 from importlib.util import find_spec
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from canon.fast.kernels.backend import Backend
 from canon.fast.kernels.launcher import is_cpu
 
-ROWS = "canon.fast.kernels.triton.row_operations"
+ROWS = "canon.fast.kernels.triton.rows"
 INSTALLED = find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels."""
+    """Return whether the interpreter runs the kernels."""
     return INSTALLED and TRITON.module.INTERPRETED and _is_requested()
 
 
 def is_requested_too_late() -> bool:
-    """Return whether TRITON_INTERPRET is set, but was not when the kernels were defined."""
+    """Return whether TRITON_INTERPRET was set after the kernels were defined."""
     return INSTALLED and _is_requested() and not TRITON.module.INTERPRETED
 
 
@@ -29,7 +29,7 @@ def _is_requested() -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on a device, or on what the meta device stands for."""
+    """Return whether the kernels run on a device."""
     if is_cpu(device):
         return is_interpreted()
     return INSTALLED and device.type in ("cuda", "meta")

@@ -1,5 +1,6 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
-masks. Tensors x are (b, t, h, d), row statistics (b, h, t).
+masks. Tensors x are (b, t, h, d), row statistics (b, h, t). Names in capitals are constants of the
+compiler.
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets in it
 (32 bits; 64 if ALIGN = 0): an iteration adds one number. ALIGN divides every stride but the last,
@@ -38,9 +39,7 @@ ROW_NUMBERS = "tokens", "heads", "batch_heads"
 
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
-    """Return (pointer to the table entry, batch, head) of this CTA's work tile. Consecutive CTAs
-    take a tile of ``l2_heads`` heads, which share the L2 cache.
-    """
+    """Return the table entry, batch and head of this CTA. ``l2_heads`` heads share the L2 cache."""
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
     entry = tiles + pid % (count * l2_heads) // l2_heads * 5
@@ -80,15 +79,15 @@ def tanh(x):
 
 
 @triton.jit
-def capped(s, scale, SOFTCAP: tl.constexpr):
-    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its slope."""
+def capped(s, scale, SOFTCAP):
+    """Return softcap * tanh(s * scale / softcap), in base 2, and its slope."""
     ratio, slope = tanh(s * (scale * (1.0 / (SOFTCAP * LOG2E))))
     return ratio * (SOFTCAP * LOG2E), slope
 
 
 @triton.jit
-def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b, with wide operands a b first: acc would be rounded after each term."""
+def accumulate_mma(acc, a, b, PRECISION):
+    """Return acc + a b, with wide a b first: acc would be rounded after each term."""
     # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
     if a.dtype.primitive_bitwidth > 16:
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -96,7 +95,7 @@ def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
+def head_pointer(x, batch, head, strides, ALIGN):
     """Return the pointer to one head of x."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
     if ALIGN > 1:  # such a hint on an argument would be lost
@@ -105,7 +104,7 @@ def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def row_pointers(x, batch, head, rows, strides, WIDTH, ALIGN):
     """Return pointers (rows, padded d) to ``rows`` (int64) of one head of x."""
     start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
     return start + tl.arange(0, padded(WIDTH)).to(tl.int64)[None, :] * strides[3]
@@ -113,19 +112,19 @@ def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.c
 
 @triton.jit
 def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
-    """Return the pointer to one head of a row statistic, last stride 1."""
+    """Return the pointer to one head, last stride 1."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
-def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
+def statistic_pointers(pointer, first, head, head_stride, ROWS):
     """Return pointers to ROWS values from token ``first`` on; ``head`` counts from ``pointer``."""
     return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
 @triton.jit
-def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the offsets (ROWS, padded) inside a tile of ROWS tokens."""
+def tile_offsets(strides, ROWS, WIDTH, ALIGN):
+    """Return the offsets (ROWS, padded) inside a tile."""
     row, column = tl.arange(0, ROWS), tl.arange(0, padded(WIDTH))
     if ALIGN == 0:
         row, column = row.to(tl.int64), column.to(tl.int64)
@@ -136,7 +135,7 @@ def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.con
 
 
 @triton.jit
-def row_start(first, stride, ALIGN: tl.constexpr):
+def row_start(first, stride, ALIGN):
     """Return the offset of row (or head) ``first``."""
     start = tl.cast(first, tl.int64) * stride
     if ALIGN > 1:
@@ -145,7 +144,7 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def rows_of(x, batch, head, strides, ROWS, WIDTH, ALIGN):
     """Return (pointer to one head of x, offsets inside a tile, strides)."""
     return (
         head_pointer(x, batch, head, strides, ALIGN),
@@ -155,10 +154,7 @@ def rows_of(x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, AL
 
 
 @triton.jit
-def full_tile_source(
-    x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def full_tile_source(x, batch, head, strides, ROWS, WIDTH, ALIGN, TMA):
     """Return the source of `load_full_tile`."""
     if TMA:
         return x, head, strides
@@ -167,10 +163,7 @@ def full_tile_source(
 
 
 @triton.jit
-def load_full_tile(
-    source, batch, first, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def load_full_tile(source, batch, first, head, ROWS, WIDTH, ALIGN, TMA):
     """Return a tile (ROWS, padded), all of whose rows exist; ``head`` counts from ``source``."""
     if TMA:
         tile = source[0].load([batch, first, source[1] + head, 0])
@@ -190,7 +183,7 @@ def load_full_tile(
 
 
 @triton.jit
-def load_rows(source, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+def load_rows(source, first, valid, WIDTH, ALIGN=1):
     """Return the tile from row ``first`` on, 0 in rows not ``valid`` and from WIDTH on."""
     keep = valid[:, None]
     if padded(WIDTH) != WIDTH:
@@ -201,7 +194,7 @@ def load_rows(source, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1
 
 
 @triton.jit
-def store_rows(target, first, valid, x, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+def store_rows(target, first, valid, x, WIDTH, ALIGN=1):
     """Write the ``valid`` rows of tile x, in the dtype of ``target``."""
     keep = valid[:, None]
     if padded(WIDTH) != WIDTH:
@@ -211,16 +204,14 @@ def store_rows(target, first, valid, x, WIDTH: tl.constexpr, ALIGN: tl.constexpr
 
 
 @triton.jit
-def load_tile(x, batch, head, strides, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+def load_tile(x, batch, head, strides, first, valid, WIDTH, ALIGN):
     """As `load_rows`, of one head of x."""
     source = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
     return load_rows(source, first, valid, WIDTH, ALIGN)
 
 
 @triton.jit
-def store_tile(
-    x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, ALIGN: tl.constexpr
-):
+def store_tile(x, batch, head, strides, first, valid, tile, WIDTH, ALIGN):
     """As `store_rows`, to one head of x."""
     target = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
     store_rows(target, first, valid, tile, WIDTH, ALIGN)
@@ -237,23 +228,22 @@ def visible_columns(span, rows):
 
 
 @triton.jit
-def visible_mask(left, right, COLUMNS: tl.constexpr):
+def visible_mask(left, right, COLUMNS):
     """Return a bool mask (rows, COLUMNS): left <= column < right."""
     column = tl.arange(0, COLUMNS)[None, :]
     return (column >= left[:, None]) & (column < right[:, None])
 
 
 @triton.jit
-def chained_stop(span, COLUMNS: tl.constexpr):
+def chained_stop(span, COLUMNS):
     """Return the column behind a chained span's tile (`key_order`), or another's first column."""
     return tl.load(span) + tl.where(tl.load(span + 3) < 0, COLUMNS, 0)
 
 
 @triton.jit
-def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
-    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
-    columns that a band touches. Words of 64 columns take few registers.
-    """
+def visible_in_chain(spans, span, rows, first, COLUMNS):
+    """Return the cells (rows, COLUMNS) in any band of a chained span, and the columns that a band
+    touches. Words of 64 columns take few registers."""
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0
     low = tl.zeros_like(rows).to(tl.int64)

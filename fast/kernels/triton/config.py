@@ -1,14 +1,15 @@
-"""Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and
-element size. A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys
-x queries in "dkdv" and "fused". In "parts", rows are pairs of a query and a head."""
+"""Tile sizes of the Triton kernels: the fastest that fits. A CTA owns ``rows`` and visits
+``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". In "parts",
+rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from canon.fast.kernels import backend
 from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
@@ -16,7 +17,7 @@ from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch options of a kernel."""
+    """Tile sizes and launch options."""
 
     rows: int
     columns: int
@@ -76,10 +77,11 @@ HOPPER: Table = {
     ),
     ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("fused", 256): (Config(32, 16, 8, 2),),
-    ("parts", 64): (Config(64, 64, 4, 4, tma=True), Config(64, 64, 4, 4)),
-    ("parts", 128): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
-    ("parts", 256): (Config(64, 32, 4, 3, tma=True), Config(64, 32, 4, 3)),
-    ("parts", 512): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
+    # without descriptors, the same tiles
+    ("parts", 64): (Config(64, 64, 4, 4, tma=True),),
+    ("parts", 128): (Config(64, 64, 4, 3, tma=True),),
+    ("parts", 256): (Config(64, 32, 4, 3, tma=True),),
+    ("parts", 512): (Config(64, 32, 8, 2, tma=True),),
 }
 AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
@@ -120,7 +122,7 @@ backend.FORCED.append(FORCED)
 def tile_bytes(
     kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
 ) -> int:
-    """Return the bytes of owned and visited tiles, and of visited row statistics."""
+    """Return the bytes of all tiles."""
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -129,7 +131,7 @@ def tile_bytes(
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) -> int:
-    """Return the most bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
+    """Return the most bytes of shared memory, with 1 KB for barriers."""
     need = 1024 + tile_bytes(kernel, config.rows, config.columns, config.stages, d, dv, itemsize)
     if itemsize > 2:
         need += itemsize * config.rows * config.columns * (2 if kernel in ("dkdv", "fused") else 1)
@@ -140,25 +142,23 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
     return need
 
 
-def choose(
-    kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool
-) -> Config:
-    """Return the configuration for padded widths, or raise ValueError. ``describable``: descriptors
-    are possible.
+def choose(kernel: str, q: Tensor, v: Tensor, describable: bool) -> Config:
+    """Return the configuration for q and v, or raise ValueError. ``describable``: descriptors are
+    possible.
     """
+    # as `blocks.padded`: this module is imported without Triton, too
+    d, dv = (max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (q, v))
     if max(d, dv) > WIDEST:
         raise ValueError(
             f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to "
-            f"{d} and {dv}: "
-            "use canon.reference"
+            f"{d} and {dv}: use canon.reference"
         )
     if kernel in FORCED:
         return FORCED[kernel]
-    if is_cpu(device):
+    if is_cpu(q.device):
         return INTERPRETED_PARTS if kernel == "parts" else INTERPRETED
-    return fitting(
-        kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device)
-    )
+    limit, hopper = gpu_of(q.device).shared_memory, is_hopper(q.device)
+    return fitting(kernel, d, dv, q.element_size(), limit, describable, hopper)
 
 
 @lru_cache
@@ -172,10 +172,10 @@ def fitting(
     else:
         large = FLOAT32_PARTS if (kernel, itemsize) == ("parts", 4) else LARGE_ELEMENTS[itemsize]
         table = filter(None, [large.get(width)])
-    candidates = [c for c in (*table, SMALLEST) if describable or not c.tma]
+    candidates = [c for c in (*table, SMALLEST) if describable or not c.tma or kernel == "parts"]
     for config in candidates:
         if shared_bytes(kernel, config, d, dv, itemsize) <= limit:
-            return config
+            return config if describable else replace(config, tma=False)
     need = min(shared_bytes(kernel, config, d, dv, itemsize) for config in candidates)
     raise ValueError(
         f"the {kernel} kernel needs at least {need} bytes of shared memory for widths {d} and "
@@ -185,7 +185,7 @@ def fitting(
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether the device is sm_90 or later, and so has TMA."""
+    """Return whether the device is sm_90 or later."""
     return not is_cpu(device) and capability(device) >= (9, 0)
 
 

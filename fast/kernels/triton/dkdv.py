@@ -1,14 +1,13 @@
-"""The dk and dv kernel, the fused kernel for dq, dk and dv, and the sum of dk and dv over a group
-of heads.
+"""The dk and dv kernel, the fused kernel for dq, dk and dv, and the sum of dk and dv over heads.
 
 With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
 
     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)
     dv += p^T dout       dk += scale ds^T q
 
-A CTA owns a tile of keys. For each tile of queries it visits the query heads of its group one after
-another, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
-atomics. If an owner has no whole group, `sum_heads_kernel` sums the parts.
+A CTA owns a tile of keys. For each tile of queries it visits the query heads of its group in order.
+FUSED also adds dq += scale ds k by float32 atomics. If an owner has no whole group,
+`sum_heads_kernel` sums the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2; one CTA for each query head:
 TensorAuto/OpenTau, pull request 376.
@@ -49,20 +48,8 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def dkdv_step(
-    visited,
-    k,
-    v,
-    dk,
-    dv,
-    scale,
-    visible,
-    MAKE_DK: tl.constexpr,
-    MAKE_DV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Return dk + ds^T q, dv + p^T dout and ds^T of a tile. ``visible``: None is all."""
+def dkdv_step(visited, k, v, dk, dv, scale, visible, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP):
+    """Return dk + ds^T q, dv + p^T dout and ds^T of a tile."""
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     if SOFTCAP is not None:
@@ -87,11 +74,10 @@ def dkdv_step(
 
 @triton.jit
 def load_queries(
-    heads, offsets, strides, statistic_stride_h, first, head, exists, D: tl.constexpr,
-    DV: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Return q, dout, lse and delta of a partial tile of queries, 0 where not ``exists``: others
-    may be NaN. ``head`` counts from ``heads``, pointers to the four tensors.
+    heads, offsets, strides, statistic_stride_h, first, head, exists, D, DV, ALIGN, COLUMNS
+):
+    """Return q, dout, lse and delta of a partial tile, 0 where not ``exists``: others may be NaN.
+    ``head`` counts from ``heads``, pointers to the four tensors.
     """
     q_head, dout_head, lse_head, delta_head = heads
     q_at = q_head + row_start(head, strides[0][2], ALIGN)
@@ -106,7 +92,7 @@ def load_queries(
 
 
 @triton.jit
-def next_head(i, head, each, COLUMNS: tl.constexpr):
+def next_head(i, head, each, COLUMNS):
     """Return the first query and the head of the next tile: heads first, then queries."""
     head += 1
     i += tl.where(head == each, COLUMNS, 0)
@@ -114,11 +100,8 @@ def next_head(i, head, each, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def add_dq(
-    pointer, first, strides, head, valid, ds, k, scale, D: tl.constexpr, ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add scale ds k to dq of one tile of queries, by atomics. ``ds`` is (keys, queries)."""
+def add_dq(pointer, first, strides, head, valid, ds, k, scale, D, ALIGN, PRECISION):
+    """Add scale ds k to dq of one tile of queries. ``ds`` is (keys, queries)."""
     offset = tile_offsets(strides, valid.shape[0], D, ALIGN)
     x = (
         pointer

@@ -1,7 +1,5 @@
 """The dq kernel: one CTA for each (tile of queries, head), three MMAs for each tile of keys.
 
-With s, dp and ds of `dkdv`, each tile adds dq += scale ds k.
-
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). Without
 atomics: jax-ml/jax-triton, pull request 177.
 """
@@ -26,10 +24,8 @@ from canon.fast.kernels.triton.key_loop import key_sources, visit_keys
 
 
 @triton.jit
-def dq_step(
-    given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
-):
-    """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2."""
+def dq_step(given, k, v, state, visible, PRECISION, SOFTCAP, TMA):
+    """Return acc + ds k for one tile of keys, with ds of `dkdv`, in base 2."""
     q, dout, lse2, delta, scale = given
     acc = state[0]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)

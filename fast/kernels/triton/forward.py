@@ -31,9 +31,7 @@ def largest_maximum(accumulate):
 
 
 @triton.jit
-def softmax_step(
-    given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
-):
+def softmax_step(given, k, v, state, visible, PRECISION, SOFTCAP, TMA):
     """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three."""
     q, scale = given
     m, l, acc = state

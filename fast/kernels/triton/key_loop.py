@@ -1,4 +1,4 @@
-"""The loop over the tiles of keys that a tile of queries visits, in the forward and dq kernels.
+"""The loop over the tiles of keys, in the forward and dq kernels.
 
     partial spans    narrow tiles, masked by a band; keys outside of it may be NaN, and load as 0
     full spans       whole tiles, without a comparison, by TMA where that is faster
@@ -23,10 +23,9 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def key_sources(
-    k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head, D: tl.constexpr, DV: tl.constexpr,
-    ALIGN: tl.constexpr, TMA: tl.constexpr, BN: tl.constexpr, PARTIAL_BN: tl.constexpr,
-):  # fmt: skip
-    """Return where partial and full tiles of K and V of a key head are loaded from."""
+    k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head, D, DV, ALIGN, TMA, BN, PARTIAL_BN
+):
+    """Return the sources of partial and full tiles."""
     k_rows = rows_of(k, batch, head, k_strides, PARTIAL_BN, D, ALIGN)
     v_rows = rows_of(v, batch, head, v_strides, PARTIAL_BN, DV, ALIGN)
     k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D, ALIGN, TMA)
@@ -36,10 +35,8 @@ def key_sources(
 
 @triton.jit
 def visit_keys(
-    step, given, state, spans, bounds, rows, batch, sources, D: tl.constexpr, DV: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    KEY_ORDER: tl.constexpr, PARTIAL_STAGES: tl.constexpr, BN: tl.constexpr,
-    PARTIAL_BN: tl.constexpr,
+    step, given, state, spans, bounds, rows, batch, sources, D, DV,
+    ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER, PARTIAL_STAGES, BN, PARTIAL_BN,
 ):  # fmt: skip
     """Return ``state`` after ``step(given, k, v, state, visible, ...)`` with each visited tile.
 

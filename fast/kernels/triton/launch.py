@@ -84,27 +84,15 @@ def forward(
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
     config, table = plan("forward", q, v, cells, k, v)
-    group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     tensors += (lse if max_logits is None else max_logits,)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
-    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
-    options |= {"KEY_ORDER": table.key_order, **mma_options(config, q, v, k, out)}
-    l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(
-        forward_kernel,
-        len(table.tiles) * batch_heads(q),
-        config,
-        arguments,
-        l2_heads,
-        (q, k, v, out, lse),
-        options,
-    )
+    options = {"MAX_LOGITS": max_logits is not None, **mma_options(config, softcap, q, v, k, out)}
+    run_over_keys(forward_kernel, config, table, tensors, scale, (q, k, v, out, lse), options)
 
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
     """Return a scale > 0 for scores in base 2, as kernels mask with -inf before they scale, and the
-    sign to multiply q with: 0 if the scale rounds to 0 in the kernels.
+    sign to multiply q with: 0 if the scale rounds to 0.
     """
     if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
         return LOG2E, 0
@@ -112,7 +100,7 @@ def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q times the sign of `base2_scale`, and the scale. NaN stays NaN."""
+    """Return q times the sign, and the scale."""
     scale, sign = base2_scale(scale, q.dtype)
     if sign == 1:
         return q, scale
@@ -125,8 +113,7 @@ def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
     """As `canon.fast.kernels.torch.rows.delta`."""
     lse = contiguous_rows(lse)
-    dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
-    tensors = (out, dout, lse, dlse_or_any, result)
+    tensors = (out, dout, lse, lse if dlse is None else contiguous_rows(dlse), result)
     options = {"HAS_DLSE": dlse is not None, **row_options(out, dout, accumulate=result.dtype)}
     run_rows(delta_kernel, out.shape, tensors, tensors, options)
 
@@ -165,21 +152,21 @@ def dq(
     """As `canon.fast.kernels.torch.launch.dq`."""
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dq", q, v, cells, k, v)
-    group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
+    options = mma_options(config, softcap, q, v, k, dout, dq)
+    run_over_keys(dq_kernel, config, table, tensors, scale, (q, k, v, dout, lse, dq), options)
+
+
+def run_over_keys(
+    kernel, config: Config, table: WorkTable, tensors, scale: float, strided, options: dict
+) -> None:
+    """Launch a CTA for each tile of queries and query head. ``tensors`` begin with q, k, v."""
+    q, k, v, *_ = tensors
+    group = q.shape[2] // k.shape[2]
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
-    options = {"SOFTCAP": softcap, "KEY_ORDER": table.key_order}
-    options |= mma_options(config, q, v, k, dout, dq)
+    options |= {"KEY_ORDER": table.key_order}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(
-        dq_kernel,
-        len(table.tiles) * batch_heads(q),
-        config,
-        arguments,
-        l2_heads,
-        (q, k, v, dout, lse, dq),
-        options,
-    )
+    run(kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, strided, options)
 
 
 def dkdv(
@@ -208,22 +195,15 @@ def dkdv(
     tensors += dq_or_any, dk, dv
     sizes = len(table.tiles), dk.shape[2], q.shape[2] // k.shape[2], heads
     arguments = (*tensors, table.tiles, table.spans, scale, *sizes)
-    options = {"FUSED": dq is not None, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
+    options = {"FUSED": dq is not None, "KEY_ORDER": table.key_order}
     options["HEADS"] = heads if table.key_order else 0
-    options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
+    options |= mma_options(config, softcap, q, v, k, dout, dq_or_any, dk, dv)
+    ctas = len(table.tiles) * batch_heads(dk)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
-        run(
-            dkdv_kernel,
-            len(table.tiles) * batch_heads(dk),
-            config,
-            arguments,
-            l2_heads,
-            strided,
-            options,
-        )
+        run(dkdv_kernel, ctas, config, arguments, l2_heads, strided, options)
 
 
 def refuse_atomics() -> None:
@@ -262,17 +242,12 @@ def merge(
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
     options = row_options(out, other_out, new_out, accumulate=accumulate_dtype(new_lse.dtype))
-    run_rows(
-        merge_kernel,
-        other_out.shape,
-        (*tensors, table),
-        tensors,
-        options | {"INDEXED": rows is not None},
-    )
+    options["INDEXED"] = rows is not None
+    run_rows(merge_kernel, other_out.shape, (*tensors, table), tensors, options)
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs on the tokens and heads of ``shape``."""
+    """Launch a kernel without MMAs."""
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -293,9 +268,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
-    """Yield the strides of each tensor: a tuple, on whose numbers Triton specialises, for
-    (b, t, h, d); two numbers, which depend on the tokens, for (b, h, t).
-    """
+    """Yield the strides of each tensor: a tuple, on which Triton specialises, for (b, t, h, d); two
+    numbers for (b, h, t)."""
     for x in tensors:
         if x.ndim == 4:
             yield kernel_strides(x)
@@ -309,15 +283,15 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides, 0 for an axis of length 1 except the last: Triton compiles a variant for
-    each divisibility and bit length.
-    """
+    """Return the strides, 0 for an axis of length 1 except the last: fewer variants."""
     return *[
         0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)
     ], x.stride(-1)
 
 
-def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
+def mma_options(
+    config: Config, softcap: float | None, q: Tensor, v: Tensor, *others: Tensor
+) -> dict:
     """Return the constants of the kernels with MMAs."""
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
@@ -326,6 +300,7 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
         "ALIGN": stride_divisor(q, v, *others),
         "ACC": triton_dtype(accumulate_dtype(q.dtype)),
         "PRECISION": "tf32" if tf32 else "ieee",
+        "SOFTCAP": softcap,
         "TMA": config.tma,
         "PARTIAL_STAGES": config.partial_stages,
         "BM": config.rows,
@@ -335,26 +310,19 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
 
 
 def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
-    """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
+    """Return the constants of the kernels without MMAs."""
     options = {"D": tensors[0].shape[-1], "ALIGN": stride_divisor(*tensors)}
     return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return Triton's float32 or float64."""
+    """Return Triton's dtype."""
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
-def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the padded widths of q and v."""
-    return padded(q.shape[-1]), padded(v.shape[-1])
-
-
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, in elements, for
-    wide loads; 1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32
-    bits.
-    """
+    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, for wide loads;
+    1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32 bits."""
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
@@ -367,21 +335,21 @@ def batch_heads(x: Tensor) -> int:
 
 
 def head_bytes(*tensors: Tensor) -> int:
-    """Return the bytes of one head of all these tensors (b, t, h, d)."""
+    """Return the bytes of one head of all these tensors."""
     return sum(x.shape[1] * x.shape[3] * x.element_size() for x in tensors)
 
 
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: groups, which read ``bytes_each`` again."""
+    """Return how many heads run at a time: groups, which read ``bytes_each`` again."""
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
 def plan(
     kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
-    """Return the configuration and work table of a kernel that visits ``visited``."""
+    """Return configuration and work table."""
     describable = all(map(has_descriptor, visited))
-    config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
+    config = choose(kernel, q, v, describable)
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
@@ -402,6 +370,6 @@ def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
+    """Return whether TMA can describe x."""
     fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
     return fits and (is_cpu(x.device) or is_hopper(x.device))

@@ -1,9 +1,7 @@
-"""Two kernels for few queries (`canon.fast.tables.key_parts`): one sums each part of the keys, one
-merges the parts in order.
+"""Two kernels for few queries (`canon.fast.tables.key_parts`).
 
-    parts_kernel         a CTA for each (part, tile of rows, key head); the heads of a group share
-                         what it reads of K and V
-    merge_parts_kernel   a CTA for each (query, query head)
+    parts_kernel         a CTA for each (part of the keys, tile of rows, key head)
+    merge_parts_kernel   a CTA for each (query, query head) merges the parts in order
 
 A row of a tile is a query and one of the query heads that share a key head. Source: Dao et al.,
 Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
@@ -87,12 +85,8 @@ def parts_kernel(
     # key heads of a token are neighbours in memory
     head, batch = pid % heads, pid // heads // work_count
     entry = work + pid // heads % work_count * 4
-    first, begin, end, part = (
-        tl.load(entry),
-        tl.load(entry + 1),
-        tl.load(entry + 2),
-        tl.load(entry + 3),
-    )
+    first, begin = tl.load(entry), tl.load(entry + 1)
+    end, part = tl.load(entry + 2), tl.load(entry + 3)
     scale = tl.full((), scale_log2, ACC)
     row = first + tl.arange(0, BM)
     valid, query = row < rows, row // group
@@ -227,12 +221,11 @@ def forward_in_parts(
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows) of each part. Rows: batches x key heads x
-    queries x heads of a group.
-    """
+    """Return out (parts, rows, dv) and lse (parts, rows). Rows: batches x key heads x queries x
+    heads of a group."""
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
-    config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
+    config = choose("parts", q, v, describable)
     if WORD % config.columns:
         raise ValueError(
             f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}"
@@ -243,41 +236,23 @@ def sum_parts(
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
     scale, softcap = split_scale(scale)
     q, scale = launch.signed(q, scale)
-    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
-    options |= launch.mma_options(config, q, v, k)
-    options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
+    options = launch.mma_options(config, softcap, q, v, k)
+    del options["PARTIAL_BN"], options["PARTIAL_STAGES"]
+    options["MAX_LOGITS"] = max_logits is not None
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
     tensors += (lses if max_logits is None else max_logits,)
-    arguments = (
-        *tensors,
-        *table[:2],
-        scale,
-        len(table.work),
-        table.words.shape[1],
-        t * (h // g),
-        h // g,
-        b * g,
-    )
+    sizes = len(table.work), table.words.shape[1], t * (h // g), h // g, b * g
+    arguments = (*tensors, *table[:2], scale, *sizes)
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     return outs, lses
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
+    """Launch `merge_parts_kernel`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {
-        "DV": dv,
-        "ACC": launch.triton_dtype(lses.dtype),
-    }
+    options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}
     options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
     arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h, share)
-    launch.run(
-        merge_parts_kernel,
-        -(-b * t * h // config.rows),
-        config,
-        arguments,
-        key_heads,
-        (out, lse),
-        options,
-    )
+    ctas = -(-b * t * h // config.rows)
+    launch.run(merge_parts_kernel, ctas, config, arguments, key_heads, (out, lse), options)

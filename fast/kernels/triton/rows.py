@@ -21,6 +21,14 @@ from canon.fast.kernels.triton.blocks import (
     store_rows,
     store_tile,
 )
+
+# the other row operations of a backend
+from canon.fast.kernels.triton.launch import delta as delta
+from canon.fast.kernels.triton.launch import merge as merge
+from canon.fast.kernels.triton.launch import sum_heads as sum_heads
+from canon.fast.kernels.triton.sink import apply_sink as apply_sink
+from canon.fast.kernels.triton.sink import differentiate_sink as differentiate_sink
+from canon.fast.kernels.triton.sum_ranks import sum_ranks as sum_ranks
 from canon.route.checks import accumulate_dtype
 
 
@@ -235,7 +243,7 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
-    """As `canon.fast.kernels.torch.rows.copy_rows`. ``rows`` is int64."""
+    """Launch `row_kernel`; ``rows`` is int64."""
     if x.shape[3] == 1:
         copy_statistic(_of_heads(x), _of_heads(part), rows)
     else:
@@ -251,7 +259,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Launch `row_kernel` with ADD, for distinct rows."""
+    """Launch `row_kernel` with ADD; ``rows`` are distinct."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -261,16 +269,14 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Launch `add_rows_kernel`; total may be x."""
+    """Launch `add_rows_kernel`."""
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
 
 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
-    """As `canon.fast.kernels.torch.rows.copy_tokens`. ``states`` (int8, for each token): copy where
-    it is 1, write 0 where it is 0, else leave.
-    """
+    """Write copy = x; with ``states`` (int8, for each token) where it is 1, and 0 where it is 0."""
     if x.shape[3] == 1 and states is None:
         copy_statistic(_of_heads(x), _of_heads(copy))
         return
@@ -281,7 +287,7 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
 
 def zero_rows(x: Tensor) -> None:
-    """Launch `zero_rows_kernel`."""
+    """Write x = 0."""
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 
@@ -303,5 +309,5 @@ def _run_statistic_kernel(x: Tensor, result: Tensor, rows: Tensor | None, masked
 
 
 def _of_heads(x: Tensor) -> Tensor:
-    """Return x (b, t, h, 1) as a statistic (b, h, t), whose strides compile no variants."""
+    """Return x (b, t, h, 1) as (b, h, t), whose strides compile no variants."""
     return x[..., 0].transpose(1, 2)

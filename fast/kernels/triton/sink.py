@@ -21,9 +21,7 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def sink_weights(
-    lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr
-):
+def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC):
     """Return a, a (1 - a), both from exp(-|lse - sink|), and whether the query sees a key."""
     lse_rows = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows
     lse_row = tl.load(lse_rows, mask=valid, other=float("-inf")).to(ACC)
@@ -105,7 +103,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Launch `sink_backward_kernel`. ``out`` is that of the keys."""
+    """Launch `sink_backward_kernel`."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

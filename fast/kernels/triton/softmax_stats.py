@@ -17,10 +17,9 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def lse_and_delta(
-    out, dout, lse_head, dlse, batch, head, strides, first, rows, valid, HAS_DLSE: tl.constexpr,
-    D: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Return lse and delta of the rows from ``first`` on, delta 0 where lse is -inf."""
+    out, dout, lse_head, dlse, batch, head, strides, first, rows, valid, HAS_DLSE, D, ALIGN, ACC
+):
+    """Return lse and delta, 0 where lse is -inf."""
     lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
     active = valid & (lse_row > float("-inf"))
     out_rows = rows_of(out, batch, head, strides[0], active.shape[0], D, ALIGN)

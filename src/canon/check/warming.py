@@ -1,7 +1,7 @@
 """Compile the kernels of a check before it runs, in parallel processes."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
     identities = [(first.module, first.backend, first.source, names)]
     began = perf_counter()
-    outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
+    outcome = compile_ahead(partial(collect, list(groups)), identities)
     if outcome.complete:
         return (
             f"{outcome.compiled} kernels compiled in {perf_counter() - began:.0f} s."
@@ -46,14 +46,9 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     )
 
 
-def collect(
-    groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None
-) -> None:
-    """Run all cases without launches, and count them."""
-    done = 0
+def collect(groups: Sequence[tuple[int, CaseRunner]]) -> None:
+    """Run all cases without launches."""
     for ranks, runner in groups:
         for case in runner.cases:
             with suppress(RuntimeError):  # the check will report it
                 process_groups.threads(replace(runner, cases=(case,)).rehearse, ranks)
-            done += 1
-            progress(done)

@@ -3,7 +3,7 @@ memory.
 
     python -m canon.testing.compile --arch 80 90 [--record PATH]
 
-The launchers of `canon.fast` get CPU tensors and a driver that only returns a target.
+The launchers of `canon.fast` get CPU tensors and a driver with a target only.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,13 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.knobs import nvidia
 from triton.runtime import driver
 
+from canon.fast import local
+from canon.fast.ahead import kernel_variants
+from canon.fast.device import computing_with
+from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import config as hopper_config
-from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
-from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.fast.tables.cells import Cells, in_place
@@ -39,27 +42,13 @@ from canon.masks.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, skipped_waits, waits
 
-# These read a table of row indices.
-ROWS = "merge_rows", "copy_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
-ROWS += "copy_tokens", "zero_rows", "mask_statistic"
-NO_MMA = (
-    "delta",
-    "sum_heads",
-    "sum_ranks",
-    "softmax_stats",
-    "delta_stats",
-    "merge",
-    "sink",
-    "sink_backward",
-    *ROWS,
-)
 # bytes of a CTA: CUDA Programming Guide, 16.2
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel for one dtype and head width."""
+    """A kernel for one dtype and head width; "rows" are all kernels without MMAs."""
 
     kernel: str
     arch: int
@@ -73,9 +62,6 @@ class Case:
     ordered: bool = False  # dq is reduced in a fixed order
     plain: bool = False  # the forward of `forward_plain`
     key_order: bool = False  # with rank_invariant=True
-
-    def cells(self, mask: Mask) -> Cells:
-        return Cells(mask, in_place(mask) if self.key_order else None)
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,7 @@ def main_cases(arch: int) -> list[Case]:
     cases += [of(kernel, dtype="float32") for kernel in config.KERNELS]
     cases += [of(kernel, dtype="float64", d=64, dv=64) for kernel in ("forward", "dkdv")]
     cases += [of(kernel, key_order=True) for kernel in ("forward", "dq", "dkdv")]
-    cases += [of(kernel) for kernel in NO_MMA]
+    cases.append(of("rows"))
     return cases + _hopper_cases() if arch == 90 else cases
 
 
@@ -136,118 +122,61 @@ def _hopper_cases() -> list[Case]:
 
 
 def compile_case(case: Case) -> list[Compiled]:
-    """Compile the kernels of a case. Two kernels may compute dk and dv."""
-    if case.kernel == "few_queries":
-        return _compile_few_queries(case)
-    return (_compile_hopper if case.backend == "gluon" else _compile_portable)(case)
+    """Compile each kernel that the case launches, once for equal constants."""
+    tensors, found, hopper_constants = _tensors(case), {}, hopper.constants
+    used, forced = launch.ROWS, {}
+    if case.plain:
+        forced["forward"] = hopper_config.PLAIN[case.d, case.dv]
+    elif case.backend == "triton" and case.kernel in config.KERNELS:
+        pads, itemsize = (launch.padded(case.d), launch.padded(case.dv)), tensors[0].itemsize
+        limit, newer = SHARED_LIMIT[case.arch], case.arch >= 90
+        used = config.fitting(case.kernel, *pads, itemsize, limit, case.describable, newer)
+        forced[case.kernel] = used
 
+    def note(kernel, chosen):
+        nonlocal used
+        used = chosen
+        return hopper_constants(kernel, chosen)
 
-def _compile_hopper(case: Case) -> list[Compiled]:
-    q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
-    softmax_stats, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
-    cells = case.cells(
-        Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
-    )
+    def keep(kernel, _ctas, _device, arguments, constants):
+        boxes = [tuple(x.block_shape) for x in arguments if hasattr(x, "block_shape")]
+        key = kernel.__name__, *constants.items(), *boxes
+        if key not in found:
+            binary = kernel.warmup(*arguments, **constants, grid=(1,))
+            found[key] = _report(case, used, binary, _most_shared(case, used, constants, boxes))
 
-    def keep(kernel, _work_tiles, _q, used, arguments, **options):
-        binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
-        _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
-        results.append(
-            _report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv))
-        )
-
-    plain = {"forward": hopper_config.PLAIN[case.d, case.dv]} if case.plain else {}
-    backward = q, k, v, dout, softmax_stats, cells, 0.1
-    with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
-        if case.kernel == "forward":
-            hopper.forward(q, k, v, cells, 0.1, dout, lse)
-        elif case.kernel == "dq":
-            hopper.dq(*backward, q)
-        else:
-            hopper.dkdv(*backward, k, v, *((wide, case.ordered) if case.kernel == "fused" else ()))
-    return results
-
-
-def _compile_few_queries(case: Case) -> list[Compiled]:
-    few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
-    config, d, dv = hopper_config.choose(
-        "forward", case.d, case.dv, seen=float("inf"), most_rows=128
-    )
-    results, columns, shared = {}, config.columns, few_queries_launch.ROWS
-
-    def keep(kernel, _ctas, _device, arguments, **options):
-        boxes = [tuple(x.block_shape) for x in arguments[:2] if hasattr(x, "block_shape")]
-        # of "weights_kernel" Q, and K at each stage; of "sums_kernel" P and V at each stage
-        owned, at_stage = (shared * d, 0) if "STEP" in options else (0, shared)
-        visited = columns * (at_stage + sum(box[3] for box in boxes[1:]))
-        stages = options.get("STAGES", 0)
-        bytes_ = 1024 + 2 * (owned + stages * visited)
-        key = kernel.__name__, *options.items(), *boxes
-        if key not in results:
-            used = hopper_config.Config(shared, columns, stages)
-            results[key] = _report(
-                case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_
-            )
-
-    tokens = q.shape[1]
-    counter = torch.zeros(2, dtype=torch.int32)
-    sums = torch.empty(2, *lse.shape, 4)
-    with _target(case.arch), mock.patch.object(few, "launch", keep):
-        for width, queries in product(few.SLICES, (1, tokens)):
-            mask = Mask.causal(queries, tokens)
-            plan = few.few_queries_plan(Cells(mask, in_place(mask)), 4, columns, 1, q.device)
-            with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
-                few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
-                weights = few.empty_weights(q, plan)
-                for step in (FIRST_TILES, OF_A_RANK):
-                    few.launch_weights(
-                        q, k, (d, dv), plan, 0.1, None, (*weights, counter), lse, step, 2, 64
-                    )
-                few.launch_sums(q, v, (d, dv), plan, 1, weights, sums, wide, sums, sums.stride(0))
-                few.write_results(wide, sums, lse, dout, lse, counter, 2, 64)
-    return list(results.values())
-
-
-def _compile_portable(case: Case) -> list[Compiled]:
-    dtype = getattr(torch, case.dtype)
-    tensors = _tensors(case, dtype)
-    pads = launch.padded(case.d), launch.padded(case.dv)
-    limit, hopper = SHARED_LIMIT[case.arch], case.arch >= 90
-    forced = {}
-    if case.kernel in config.KERNELS:
-        forced[case.kernel] = config.fitting(
-            case.kernel, *pads, dtype.itemsize, limit, case.describable, hopper
-        )
-    results = []
-
-    def keep(kernel, programs, used, arguments, width, strided, options):
-        strides = launch.stride_arguments(strided)
-        stages = {"num_warps": used.warps, "num_stages": used.stages}
-        binary = kernel.warmup(*arguments, width, *strides, **options, **stages, grid=(1,))
-        has_mma = any(used in (each, replace(each, partial_columns=0)) for each in forced.values())
-        expected = (
-            config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if has_mma else 4096
-        )
-        results.append(_report(case, used, binary, expected))
-
-    def keep_stats(kernel, _, device, arguments, **options):
-        results.append(
-            _report(case, launch.ROWS, kernel.warmup(*arguments, **options, grid=(1,)), 4096)
-        )
-
+    forcing = hopper_config.forced if case.backend == "gluon" else config.forced
     with (
         _target(case.arch),
-        mock.patch.object(launch, "run", keep),
-        mock.patch.object(hopper_stats, "launch", keep_stats),
-        config.forced(**forced),
+        mock.patch.object(launcher, "_launch", keep),
+        mock.patch.object(hopper, "constants", note),
+        forcing(**forced),
     ):
         _launch(case, *tensors)
-    return results
+    return list(found.values())
 
 
-def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _most_shared(case: Case, used: Any, constants: dict, boxes: list[tuple[int, ...]]) -> int:
+    """Return the bytes of shared memory that a kernel may need."""
+    if case.kernel == "few_queries":  # 128 rows of Q or P, and tiles of K or V
+        visited = prod(boxes[1]) if boxes else 0
+        if "STEP" in constants:
+            return 1024 + 2 * (prod(boxes[0]) + constants["STAGES"] * visited)
+        return 1024 + 2 * constants.get("STAGES", 0) * (128 * boxes[1][1] + visited if boxes else 0)
+    if case.backend == "gluon":
+        _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
+        return hopper_config.shared_bytes(case.kernel, used, d, dv)
+    if "BN" not in constants:
+        return 4096
+    itemsize = getattr(torch, case.dtype).itemsize
+    return config.shared_bytes(
+        case.kernel, used, launch.padded(case.d), launch.padded(case.dv), itemsize
+    )
+
+
+def _tensors(case: Case) -> tuple[torch.Tensor, ...]:
     # under a causal mask a query sees half of the tokens on average
-    tokens, h, g = 256 * case.seen or 128, 32, 8
+    tokens, h, g, dtype = 256 * case.seen or 128, 32, 8, getattr(torch, case.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))
@@ -255,32 +184,53 @@ def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def _launch(case: Case, q, k, v, dout, lse, wide) -> None:
-    cells, indices = case.cells(Mask.causal(q.shape[1])), torch.arange(q.shape[1])
-    calls = {
-        "forward": lambda: launch.forward(q, k, v, cells, 0.1, dout, lse),
-        "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), cells, 0.1, q),
-        "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), cells, 0.1, k, v),
-        "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), cells, 0.1, k, v, wide),
-        "parts": lambda: parts.forward_in_parts(q, k, v, cells, 0.1, dout, lse),
-        "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
-        "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
-        "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
-        "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, indices),
-        "copy_rows": lambda: rows.copy_rows(q, q, indices),
-        "copy_statistics": lambda: rows.copy_statistics(lse, lse, (lse, lse), indices),
-        "add_to_rows": lambda: rows.add_to_rows(wide, indices, wide),
-        "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
-        "add_rows": lambda: rows.add_rows(k, k, indices, indices, k),
-        "copy_tokens": lambda: rows.copy_tokens(k, k, indices.to(torch.int8)),
-        "zero_rows": lambda: rows.zero_rows(k),
-        "mask_statistic": lambda: rows.mask_statistic(lse),
-        "sum_ranks": lambda: sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide),
-        "sink": lambda: sink.apply_sink(dout, lse, lse[0, :, 0], dout),
-        "sink_backward": lambda: sink.differentiate_sink(dout, dout, lse, lse[0, :, 0], dout, lse),
-        "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
-        "delta_stats": lambda: hopper_stats.make_row_statistics(dout, dout, lse, lse),
-    }
-    calls[case.kernel]()
+    tokens, module = q.shape[1], hopper if case.backend == "gluon" else launch
+    mask = Mask.documents(range(0, tokens + 1, 16)) if case.short else Mask.causal(tokens)
+    cells = Cells(mask, in_place(mask) if case.key_order else None)
+    if case.kernel == "rows":
+        _launch_rows(q, k, v, dout, lse, wide)
+    elif case.kernel == "few_queries":
+        model = kernel_variants.Model(
+            q.dtype, case.d, case.dv, (32, 8), (), "gluon", rank_invariant=True
+        )
+        inputs = kernel_variants.Inputs(model, "cpu")
+        patched = mock.patch.object
+        with computing_with("gluon"), patched(hopper, "run"), patched(local, "check_device"):
+            kernel_variants.few_queries_in_order(inputs)
+            kernel_variants.few_queries_on_ranks(inputs)
+    elif case.kernel == "parts":
+        parts.forward_in_parts(q, k, v, cells, 0.1, dout, lse)
+    elif case.kernel == "forward":
+        module.forward(q, k, v, cells, 0.1, dout, lse)
+    else:
+        statistics = (lse, lse) if module is launch else torch.empty(1, q.shape[2], 2, tokens)
+        backward = q, k, v, dout, statistics, cells, 0.1
+        if case.kernel == "dq":
+            module.dq(*backward, q)
+        else:
+            fused = (wide, case.ordered) if case.kernel == "fused" else ()
+            module.dkdv(*backward, k, v, *fused)
+
+
+def _launch_rows(q, k, v, dout, lse, wide) -> None:
+    indices = torch.arange(q.shape[1])
+    launch.delta(dout, dout, lse, lse, lse)
+    launch.sum_heads(wide, dout, k, v)
+    launch.merge(wide, lse, wide, lse, wide, lse)
+    launch.merge(wide, lse, wide, lse, wide, lse, indices)
+    rows.copy_rows(q, q, indices)
+    rows.copy_statistics(lse, lse, (lse, lse), indices)
+    rows.add_to_rows(wide, indices, wide)
+    rows.take_rows(k, v, indices, torch.cat([k, v], -1))
+    rows.add_rows(k, k, indices, indices, k)
+    rows.copy_tokens(k, k, indices.to(torch.int8))
+    rows.zero_rows(k)
+    rows.mask_statistic(lse)
+    sum_ranks.sum_ranks(torch.stack([wide, wide], 1), wide)
+    sink.apply_sink(dout, lse, lse[0, :, 0], dout)
+    sink.differentiate_sink(dout, dout, lse, lse[0, :, 0], dout, lse)
+    hopper_stats.row_statistics(lse, lse)
+    hopper_stats.make_row_statistics(dout, dout, lse, lse)
 
 
 @contextmanager

@@ -8,14 +8,13 @@ import torch
 from captured_passes import check_replay
 from cuda_backend import cuda, inputs
 from hopper import assert_exact, both_passes
-from sharded import DEVICE, all_equal
+from invariant_worlds import attended, different
+from sharded import all_equal, attending, on_this_rank
 
 from canon import Layout, Mask, fast
 from canon.testing import process_groups
-from canon.testing.judge import Attended, agreement, dense, oracle
 
 pytestmark = pytest.mark.gpu
-LONG = 16 if DEVICE == "cuda" else 1  # the emulation computes about 10^6 cells a second
 
 
 def attend(*given, **options):
@@ -24,20 +23,18 @@ def attend(*given, **options):
         return both_passes(*given, **options)
 
 
+@pytest.mark.gpus(1)
 def test_all_bits_repeat_over_8_runs_and_on_two_streams():
-    mask = Mask.prefix(75 * LONG, 33 * LONG)
-    tensors = inputs(mask, h=4 if DEVICE == "cuda" else 1)
-    runs = [
-        attend(*tensors, mask, method="head_parallel") for _ in range(8 if DEVICE == "cuda" else 2)
-    ]
-    if DEVICE == "cuda":
-        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                runs.append(attend(*tensors, mask, method="head_parallel"))
-            torch.cuda.synchronize()
-    for other in runs[1:]:
-        assert all_equal(runs[0], other)
+    mask = Mask.prefix(1200, 528)
+    tensors = inputs(mask, h=4)
+    run = lambda: attend(*tensors, mask, method="head_parallel")
+    runs = [run() for _ in range(8)]
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            runs.append(run())
+        torch.cuda.synchronize()
+    assert all(all_equal(runs[0], other) for other in runs[1:])
 
 
 def test_a_repeated_call_is_replayed(replays):
@@ -48,30 +45,23 @@ def test_a_repeated_call_is_replayed(replays):
     assert replays() == ["", ""], "one pass forward and one backward"
 
 
-@pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention"])
-def test_distributed_functions_agree_and_rank_invariant_calls_repeat_the_bits_of_one_rank(function):
-    mask = Mask.documents([0, 100, 256])
-    q, k, v, dout, _ = inputs(mask, h=2, g=2)
-    invariant = {} if function == "ring_attention" else {"rank_invariant": True}
-
-    def program():
-        import torch.distributed as dist
-
-        ranks = dist.get_world_size()
-        layout = Layout.contiguous(256, ranks, 128)
-        leaves = [layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in (q, k, v)]
-        out = getattr(fast, function)(*leaves, mask, layout, **invariant)
-        grads = torch.autograd.grad(out, leaves, layout.shard(dout, dist.get_rank()))
-        return [layout.unshard(x.detach()) for x in (out, *grads)]
-
+def test_a_ring_agrees():
+    mask, layout = Mask.documents([0, 100, 256]), Layout.contiguous(256, 2)
+    tensors, ring = inputs(mask, h=2, g=2), attending(fast, "ring", mask, layout)
     with cuda(), torch.autograd.set_multithreading_enabled(False):
-        alone, together = (process_groups.threads(program, ranks)[0] for ranks in (1, 2))
-    exact, honest = oracle(q, k, v, dout, mask), dense(q, k, v, dout, mask)
-    for results in (alone, together):
-        verdict = agreement(Attended(results[0], None, *results[1:]), exact, honest)
-        assert verdict.agrees, str(verdict)
-    if invariant:
-        assert all_equal(alone, together)
+        got = process_groups.threads(lambda: on_this_rank(ring, layout, tensors), 2)[0]
+    assert_exact(got, *tensors, mask)
+
+
+@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+def test_rank_invariant_calls_agree_and_repeat_the_bits_of_one_rank(function):
+    mask, layout = Mask.documents([0, 100, 256]), Layout.contiguous(256, 2, 128)
+    tensors = inputs(mask, h=2, g=2)
+    with cuda(), torch.autograd.set_multithreading_enabled(False):
+        alone = attended(fast, "attention", mask, Layout.contiguous(256, 1), tensors)
+        together = attended(fast, function, mask, layout, tensors)
+    assert_exact(together, *tensors, mask)
+    assert not different(alone, together)
 
 
 @pytest.mark.gpus(1)

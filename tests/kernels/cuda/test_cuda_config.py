@@ -39,26 +39,6 @@ def test_tiles_suit_the_kernels_and_rank_invariance(config):
     assert 32 * config.warps * config.ctas * 255 <= 65536, "the registers of an SM"
 
 
-def test_the_choice_depends_on_widths_and_shared_memory_only():
-    large, small = GPUS["sm_90"], GPUS["sm_86"]
-    for kernel in KERNELS:
-        assert choose(kernel, 128, 128, large) == choose(
-            kernel, 128, 128, Gpu((12, 0), 1, large.shared_memory)
-        )
-    assert choose("forward", 128, 128, large) != choose("forward", 128, 128, small)
-    assert choose("forward", 128, 128, large).rows == 128
-
-
-@pytest.mark.parametrize("widths", [(8, 64), (64, 272), (40, 40), (0, 16)])
-def test_other_widths_are_refused(widths):
-    with pytest.raises(
-        ValueError,
-        match=rf"multiples of 16 from 16 to 256, got {widths[0]} and "
-        rf"{widths[1]}.*triton",
-    ):
-        choose("dq", *widths, GPUS["sm_80"])
-
-
 def test_too_little_shared_memory_is_an_error_with_need_limit_and_remedy():
     need = shared_bytes("dkdv", TABLE["dkdv", 256][-1], 256, 256)
     with pytest.raises(

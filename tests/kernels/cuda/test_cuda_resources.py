@@ -3,10 +3,9 @@ register and fit the SM.
 """
 
 import pytest
-from cuda_resources import compile_case, ctas, gpu, main_cases
+from cuda_resources import compile_case, ctas, main_cases
 from sampling import covering
 
-from canon.fast.kernels.cuda import config
 from canon.testing.compile import SHARED_LIMIT
 
 pytest.importorskip("cuda.core", reason="needs the extra cuda")
@@ -19,13 +18,6 @@ def values(case):
     """Return what a sample has: each kernel on each architecture, and at each width and dtype."""
     kernel, arch, dtype, d, dv = case
     return {(kernel, arch), (kernel, d, dv), (kernel, dtype)}
-
-
-def test_every_width_has_a_configuration_for_the_shared_memory():
-    assert {(kernel, d, dv) for kernel, _, _, d, dv in CASES if d == 128} == {
-        (kernel, 128, 128) for kernel in config.KERNELS
-    }
-    assert all(config.choose(kernel, d, dv, gpu(arch)) for kernel, arch, _, d, dv in CASES)
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
