@@ -3,31 +3,17 @@
 from itertools import product
 
 import pytest
-from sharded import all_equal
 
 from canon.check import cases
-from canon.check.documents import Documents, projected
-from canon.check.inputs import FromDocuments
+from canon.check.documents import Documents
+from canon.check.inputs import inputs
 from canon.reference import Layout, Mask, cast_plan
-
-
-def test_inputs_are_the_same_for_every_layout():
-    """Positions come from the layout, so a layout with wrong positions would give other inputs."""
-    documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
-    mask = Mask.causal(documents.tokens)
-    results = [
-        projected(documents, cases.LAYOUTS[name](mask, ranks), (2, 1), (8, 4))
-        for name in ("contiguous", "zigzag", "striped")
-        for ranks in (1, 3)
-    ]
-    for q, k, v in results:
-        assert all_equal((q, k, v), results[0])
 
 
 def test_unseen_tokens_hold_nan():
     documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
-    case = next(c for c in cases.all_cases(["float32"], gpu=False) if c.mask == "block_causal")
-    x = FromDocuments(documents).inputs(case, "cpu")
+    found = cases.all_cases(["float32"], False, documents)
+    x = inputs(next(case for case in found if case.mask == "block_causal"), "cpu")
     assert x.q.isnan().any()
     assert x.k.isnan().any()
     assert not x.q.isnan().all()
@@ -41,13 +27,12 @@ def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(r
     documents = Documents(tuple("abcd"), tuple(b"x" * n for n in (72, 100, 150, 257)))
     planned = [
         case
-        for case in cases.all_cases(["float32"], gpu=False)
+        for case in cases.all_cases(["float32"], False, documents)
         if case.layout == "planned" and not case.rank_invariant
     ]
     assert {case.mask for case in planned} == {*cases.MASKS, "sequences"} - {"full"}
     for case in planned:
-        mask = FromDocuments(documents).mask(case)
-        layout = case.layout_of(mask, ranks)
+        mask, layout = case.masks, case.layout_of(ranks)
         pieces = [len(ranges) for ranges in layout.ranges_per_rank]
         assert max(pieces) > 2, case.name
         assert sum(pieces) > 2 * ranks - 1, case.name

@@ -22,8 +22,6 @@ from canon import trees
 from canon.check import bits_report
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import DTYPES, TILED_LAYOUTS, has_option, matches
-from canon.check.documents import Documents, projected
-from canon.check.inputs import FromDocuments
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.testing import process_groups
@@ -104,12 +102,10 @@ class Trial:
 
 
 def whole(x: Trial) -> Iterator[Part]:
-    """Compute all queries in one call."""
     yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of queries, each over the keys before it."""
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
@@ -126,7 +122,6 @@ def decode(x: Trial) -> Iterator[Part]:
 
 
 def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
-    """Compute the sequence with a function of several ranks."""
     mask = Mask.causal(x.tokens)
     held = TILED_LAYOUTS[layout](mask, dist.get_world_size())
     shards = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
@@ -135,14 +130,12 @@ def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
 
 
 def among_documents(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the second of three documents."""
     mask = Mask.documents([0, BEFORE, BEFORE + x.tokens, x.q.shape[1]])
     out, lse = x.call("attention", x.q, x.k, x.v, mask=mask)
     yield x.whole(out[x.place], lse[:, x.place])
 
 
 def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree."""
     others, tokens = list(range(BEFORE)), list(range(BEFORE, BEFORE + x.tokens))
     half, fork, late = BEFORE // 2, x.tokens // 2, x.tokens * 3 // 4
     branches = [tokens[:fork] + others[:half], tokens[:late] + others[half : BEFORE - 50], tokens]
@@ -160,7 +153,6 @@ def beside(x: Trial, dim: int) -> Iterator[Part]:
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return the rows, the base first."""
     rows = [Row("whole call", "attention", whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
         compute = partial(prefill, size=size)
@@ -188,12 +180,16 @@ _lock = threading.Lock()  # ranks that are threads share inputs and the base
 
 @lru_cache(maxsize=4)
 def _trial(runner: "BitsRunner", column: Column) -> Trial:
-    documents = runner.source.documents
-    layout = Layout.contiguous(documents.tokens, 1)
-    q, k, v = projected(documents, layout, runner.heads, (column.width, column.width))
+    pool, (h, g), generator = (
+        BEFORE + runner.tokens + BEHIND,
+        runner.heads,
+        torch.Generator().manual_seed(0),
+    )
+    normal = lambda heads: torch.randn(1, pool, heads, column.width, generator=generator)
+    q, k, v = map(normal, (h, g, g))
     # so that the rounding of partial sums shows
-    drift = torch.linspace(-3, 3, documents.tokens)[:, None, None]
-    inputs = (x[None].to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
+    drift = torch.linspace(-3, 3, pool)[:, None, None]
+    inputs = (x.to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
     return Trial(import_module(runner.module), runner.tokens, SAMPLED[runner.device], *inputs)
 
 
@@ -275,9 +271,6 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
     tokens = arguments.tokens or tokens
     most = process_groups.kernel_gpus() if arguments.world == "gpus" else RANKS
     ranks = arguments.ranks or min(RANKS, most)
-    text = b"".join(Documents.of(arguments.documents).texts)
-    pool = BEFORE + tokens + BEHIND
-    documents = Documents(("pool",), ((text * -(-pool // len(text)))[:pool],))
     rows = [row for row in rows_of(tokens, device, ranks) if matches(row.name, arguments.only)]
     if not (rows and (columns := _columns(arguments, device))):
         raise ValueError(
@@ -288,8 +281,9 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
         "Each row computes out and lse again, with rank_invariant=True.",
         highlight=False,
     )
-    given = arguments.module, (), FromDocuments(documents), device
-    runner = BitsRunner(*given, columns=tuple(columns), tokens=tokens, heads=heads)
+    runner = BitsRunner(
+        arguments.module, (), device, columns=tuple(columns), tokens=tokens, heads=heads
+    )
     results: list[dict[str, Any]] = []
     try:
         for count in sorted({row.ranks for row in rows}):
