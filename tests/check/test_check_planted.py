@@ -1,5 +1,9 @@
 """Claims about rows of `canon check` with a NaN or an infinity: which values they compare."""
 
+from canon.check.cases import all_cases
+from canon.check.documents import Documents
+from canon.check.inputs import inputs
+
 ALL_NAN = """
 from canon import reference
 
@@ -53,3 +57,12 @@ def test_a_nan_that_reaches_another_key_head_disagrees(run, write_module):
         write_module(name, text)
         line = f"{name} --tokens 150 --runs 1 --only"
         assert run(line, "attention/documents/*/nan in k")[0] == expected
+
+
+def test_unseen_tokens_hold_nan():
+    documents = Documents(("a", "b"), (b"0123456789" * 8, b"abcdef" * 9))
+    cases = all_cases(["float32"], False, documents)
+    x = inputs(next(case for case in cases if case.mask == "block_causal"), "cpu")
+    assert x.q.isnan().any()
+    assert x.k.isnan().any()
+    assert not x.q.isnan().all()
