@@ -180,13 +180,9 @@ _lock = threading.Lock()  # ranks that are threads share inputs and the base
 
 @lru_cache(maxsize=4)
 def _trial(runner: "BitsRunner", column: Column) -> Trial:
-    pool, (h, g), generator = (
-        BEFORE + runner.tokens + BEHIND,
-        runner.heads,
-        torch.Generator().manual_seed(0),
-    )
+    pool, generator = BEFORE + runner.tokens + BEHIND, torch.Generator().manual_seed(0)
     normal = lambda heads: torch.randn(1, pool, heads, column.width, generator=generator)
-    q, k, v = map(normal, (h, g, g))
+    q, k, v = (normal(runner.heads[i]) for i in (0, 1, 1))
     # so that the rounding of partial sums shows
     drift = torch.linspace(-3, 3, pool)[:, None, None]
     inputs = (x.to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
@@ -253,7 +249,7 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
     half = ["bfloat16", "float16"] if device == "cuda" else ["bfloat16"]
     columns = []
     for dtype in arguments.dtype or [*half, "float32"]:
-        able = [name for name in backends if name == "triton" or dtype in ("bfloat16", "float16")]
+        able = [x for x in backends if x not in ("gluon", "cuda") or DTYPES[dtype].itemsize == 2]
         names = able if arguments.module == "canon.fast" else [None]
         widths = WIDTHS[device].get(dtype, OTHER_WIDTHS[device])
         columns += [Column(dtype, width, name) for name in names for width in widths]
