@@ -41,6 +41,7 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
 
 
 def on_one_rank(case: Case) -> Case:
+    """Return the same call of `attention` on one rank."""
     options = tuple((name, value) for name, value in case.options if name in OPTIONAL)
     return replace(case, function="attention", layout=None, options=options)
 
@@ -150,6 +151,7 @@ def _prepare(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def merged_keys(x: Inputs) -> tuple[range, range]:
+    """Return the keys of both parts."""
     return range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)
 
 

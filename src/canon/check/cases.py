@@ -202,6 +202,8 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
+    """The form of the tensors."""
+
     heads: tuple[int, int]
     widths: tuple[int, int]
     batch: int = 0  # 0 means packed
@@ -336,6 +338,7 @@ def tree(lengths: Sequence[int]) -> Mask:
 
 @lru_cache(maxsize=64)
 def mask_of(name: str, documents: Documents) -> Masks:
+    """Return a mask over the documents."""
     n = documents.tokens
     names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
     names |= {"ends": documents.cu_seqlens, "lengths": documents.lengths, "LAST": min(LAST, n)}
@@ -392,6 +395,7 @@ def all_cases(dtypes: list[str], gpu: bool, documents: Documents | None = None) 
 
 
 def matches(name: str, only: str | None) -> bool:
+    """Match the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
@@ -418,10 +422,12 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def has_option(module: Any, function: str) -> bool:
+    """Return whether rank_invariant is an option."""
     return "rank_invariant" in parameters_of(module, function)
 
 
 def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
+    """Return the error."""
     return ValueError(
         f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
         "imports from canon do not count"
@@ -439,6 +445,7 @@ class Coverage:
 
 
 def covered(module: Any) -> Coverage:
+    """Return what cases test."""
     tried = {function for function, *_ in rows()}
 
     def public(half: Any) -> set[str]:

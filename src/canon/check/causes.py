@@ -46,7 +46,6 @@ def explained(
 
 
 def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> list[str]:
-    """Name queries that are not finite because they see no key, of all or of a part."""
     if got.out is None or bool(got.out.isfinite().all()):
         return []
     of_queries = lambda t: t.isfinite().all(-1).all(-1).reshape(-1, t.shape[-3]).all(0)

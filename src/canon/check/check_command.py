@@ -28,6 +28,8 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 
 
 def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of arguments."""
+
     def number(text: str) -> int:
         if (value := int(text)) < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
@@ -37,6 +39,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add(
         "module",
@@ -148,6 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
+    """Return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:

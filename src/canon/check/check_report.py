@@ -39,6 +39,7 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
+    """Return the command, with ``changed`` options."""
     hidden = {"command", "module", "record", "list", "template"}
     given = {name: value for name, value in vars(arguments).items() if name not in hidden}
     given |= {"documents": tuple(path.name for path in arguments.documents)} | changed
@@ -47,6 +48,7 @@ def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
+    """Return the table."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "verdict"):
         shown.add_column(
@@ -95,7 +97,6 @@ def _reason(result: dict[str, Any]) -> str:
 def _grouped(
     results: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return (result, results like it) for cases that are declined for the same reason."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
         declined = result["verdict"] == "declined"

@@ -6,6 +6,7 @@ from random import Random
 
 
 def size(draw: Random, most: int) -> int:
+    """Return a number of tokens."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -33,6 +34,7 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
+    """Return a mask with n queries."""
     kind = draw.choice(
         ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
     )
@@ -129,6 +131,7 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 
 def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
+    """Return a layout of whole tiles."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"

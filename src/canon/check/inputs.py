@@ -62,6 +62,7 @@ class Inputs:
 
 
 def inputs(case: Case, device: str) -> Inputs:
+    """Return the inputs."""
     return replace(_inputs(case.of_inputs, device), softcap=case.softcap)
 
 
@@ -139,6 +140,7 @@ class Expected:
 
 
 def expected(case: Case, device: str) -> Expected:
+    """Return the expected results."""
     options = tuple(x for x in case.options if x[0] in ("sink", "softcap"))
     used = case.used if case.used in ("both", "lse", "sum") else "out"
     return _expected(replace(case.of_inputs, options=options, used=used), device)
