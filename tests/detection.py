@@ -46,6 +46,7 @@ import torch.distributed as dist
 from difference_model import ENDS as TRAINED_ENDS
 from difference_model import Model, batch_of
 from planted_faults import FAULTS_BY_KIND, with_fault
+from sharded import on_this_rank
 from torch.nn.functional import cross_entropy
 
 import canon
@@ -118,21 +119,10 @@ def attended(module, schedule: str, x: Tensors) -> Attended:
     """Return the results of one distributed function over the whole sequence, from all ranks."""
     mask = Mask.causal(TOKENS) if x.mask is None else x.mask
     layout = layout_of(schedule, mask, RANKS)
-    whole = [torch.full_like(t, torch.nan) for t in x.peer]
-
-    def on_a_rank() -> None:
-        rank = dist.get_rank()
-        mine = [layout.shard(t, rank).requires_grad_() for t in (x.q, x.k, x.v)]
-        out, lse = function_of(module, schedule)(*mine, x.mask, layout, return_lse=True)
-        grads = torch.autograd.grad(
-            (out, lse), mine, (layout.shard(x.dout, rank), layout.shard(x.dlse, rank, 2))
-        )
-        places = layout.positions(rank)
-        for t, part, dim in zip(whole, (out, lse, *grads), (1, 2, 1, 1, 1), strict=True):
-            t.index_copy_(dim, places, part.detach().to(t.dtype))
-
-    process_groups.threads(on_a_rank, RANKS)
-    return Attended(*whole)
+    attend = partial(function_of(module, schedule), mask=x.mask, layout=layout, return_lse=True)
+    given = x.q, x.k, x.v, x.dout, x.dlse
+    got = process_groups.threads(lambda: on_this_rank(attend, layout, given), RANKS)[0]
+    return Attended(*(mine.to(peer.dtype) for mine, peer in zip(got, x.peer, strict=True)))
 
 
 def layout_of(schedule: str, mask: Mask, ranks: int) -> Layout:
@@ -238,13 +228,10 @@ def losses(module, schedule: str, dtype: str, seed: int, ranks: int = RANKS) -> 
             loss = cross_entropy(logits, labels, reduction="sum") / text.numel()
             optimizer.zero_grad()
             loss.backward()
-            parts = [x.grad.flatten() for x in mine.parameters()]
-            gradients = torch.cat([*parts, loss.detach()[None]])
-            dist.all_reduce(gradients)
-            found.append(gradients[-1].item())
-            sizes = [x.numel() for x in mine.parameters()]
-            for x, grad in zip(mine.parameters(), gradients[:-1].split(sizes), strict=True):
-                x.grad.copy_(grad.view_as(x))
+            total = loss.detach()
+            for x in (total, *(parameter.grad for parameter in mine.parameters())):
+                dist.all_reduce(x)
+            found.append(total.item())
             optimizer.step()
         return found
 

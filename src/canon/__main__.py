@@ -38,9 +38,9 @@ With --world auto, each rank is a process with a GPU of its own if there are two
 enough for all ranks. Otherwise, and with --random, the ranks are threads that share one GPU.
 Without a GPU, the ranks are threads on the CPU, and Triton's interpreter runs the kernels.
 
-Exit status: 0 if at least one case agrees and all others agree, are declined or are not judged; 1
-if a case does not agree or none agrees; 2 if the arguments are invalid or MODULE cannot be
-imported; 130 after Ctrl-C. After Ctrl-C the table and the record hold the finished cases.
+Exit status: 0 if at least one case agrees and all others agree or are declined; 1 if a case does
+not agree or none agrees; 2 if the arguments are invalid or MODULE cannot be imported; 130 after
+Ctrl-C. After Ctrl-C the table and the record hold the finished cases.
 """
 
 

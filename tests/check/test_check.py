@@ -47,18 +47,13 @@ def group_reduce(y, plan, stage, into, *, group=None):
 def dispatch(mask, ranks, **options):
     {plan}
     return reference.dispatch(mask, ranks, **options)
-
-class Layout(reference.Layout):
-    def unshard(self, x, group=None, dim=1, *, partial_grad=False):
-        {gradient}
-        return super().unshard(x, group, dim, partial_grad=partial_grad)
 """
 STALE = "old, n = earlier.setdefault(rank, received), plan.receive_sizes(stage, rank)[0]; "
 WRONG_MOVES = {  # fault: (message, function, wrong line)
-    "two tokens change places": (
-        "cast 0: 2 of ",
+    "a token is wrong on one rank": (
+        "rank 2: cast 0: 1 of ",
         "group_cast",
-        {"cast": "received[:2] = received[:2].flip(0)"},
+        {"cast": "received[3] += rank == 2"},
     ),
     "the tokens of one source are those of the previous cast": (
         "cast 1: ",
@@ -71,7 +66,7 @@ WRONG_MOVES = {  # fault: (message, function, wrong line)
         {"reduce": "y = y.bfloat16().to(y.dtype)"},
     ),
     "a rank is left out": (
-        "sum is off by",
+        "sum is worst in row ",
         "group_reduce",
         {"reduce": "y = y * (dist.get_rank() != 2)"},
     ),
@@ -84,11 +79,6 @@ WRONG_MOVES = {  # fault: (message, function, wrong line)
         "plan: ",
         "dispatch",
         {"plan": "return reference.Layout.zigzag(mask.queries, ranks)"},
-    ),
-    "a gradient is not summed over the ranks": (
-        "sum is off by",
-        "Layout",
-        {"gradient": "partial_grad = False"},
     ),
 }
 
@@ -155,21 +145,8 @@ def test_a_faulty_module_disagrees(run, write_module):
     assert verdicts(record).keys() == {"zigzag_attention"}
     words = " ".join(printed.out.split())
     assert "does not have them: striped_attention" in words
-    assert "imports them from canon: Layout, attention, attention_backward" in words
-    first, *others = [
-        line
-        for line in printed.out.splitlines()
-        if line.startswith("zigzag_attention") and ": " in line
-    ]
-    assert "out is 1.01 times the expected" in first
-    assert len(others) > 2
-    # no factor explains its rounding
-    others = [line for line in others if "cancelling" not in line]
-    assert not [
-        line
-        for line in others
-        if "times the expected (and" not in line and first.split(": ")[0] not in line
-    ]
+    assert "imports them from canon: attention, attention_backward" in words
+    assert "out is 1.01 times the expected" in words
     assert "a_new_one" in record["untried"]
 
 
@@ -256,19 +233,14 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         ("no.such.module", "cannot import no.such.module"),
         ("canon.reference --only nothing", "no case matches 'nothing'"),
         ("canon.reference --ranks 0", "argument --ranks: must be at least 1, got 0"),
-        ("canon.reference --runs 0", "argument --runs: must be at least 1, got 0"),
-        ("canon.reference --tokens 0", "argument --tokens: must be at least 1, got 0"),
         ("canon.reference --documents missing.txt", "no such file or folder: missing.txt"),
         ("canon.testing.record", "has none of the functions"),
-        ("canon.reference --dtype int8", "invalid choice: 'int8'"),
         ("canon.reference --backend gluon", "canon.reference has no backends"),
         ("canon.reference --world gpus --ranks 99", "a GPU for each rank: 99 ranks"),
         ("--backend cuda", "--backend cuda needs a GPU"),
-        ("--backend cuda --random 5", "--backend cuda needs a GPU"),
         ("canon.reference --features causal,fast", "--features fast: expected one or more of"),
         ("canon.reference --features batched,packed", "expected one of them"),
         ("canon.reference --features no-mask,full", "allows causal only"),
-        ("--random 0", "argument --random: must be at least 1"),
         ("--random 1 --ranks 9", "--ranks from 1 to 8"),
         (
             "--random 2 --only 'no such mask'",

@@ -120,7 +120,8 @@ def test_a_layout_without_whole_tiles_may_be_refused_and_an_error_may_not(
         "return_lse=False):\n    {}\n"
     )
     body = (
-        "return reference.attention(q, k, v, mask, return_lse=True)\n\nstrided_attention = "
+        "return reference.attention(q, k, v, mask, rank_invariant=True, return_lse=True)\n\n"
+        "strided_attention = "
         "reference.strided_attention"
     )
     write_module("own", own.format(body))

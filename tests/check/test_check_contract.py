@@ -72,8 +72,6 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     ]
     assert len([line for line in lines if "not written yet" in line]) == 1
     assert len([line for line in lines if line.startswith("│")]) == 1, "one row of the table"
-    # three with a visible NaN
-    assert sum(name.startswith("attention/") for name in verdicts(record)) == 14
     status, printed, _ = run("my_attention --random 20 --seed 7")
     assert status == 0, "random cases pass no option that the functions lack"
 
@@ -109,43 +107,6 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     assert f"--features {limits}" in record["command"]
 
 
-@pytest.mark.sweep(4)
-@pytest.mark.parametrize(
-    "words",
-    [
-        "documents,no-lse",
-        "forward",
-        "one-mask",
-        "forward,no-lse,packed",
-        "no-options",
-        "causal,contiguous",
-        "causal,finite",
-        "no-mask",
-        "no-mask,forward",
-    ],
-)
-def test_the_reference_agrees_under_every_limit(words, run):
-    status, printed, record = (
-        run(
-            "canon.reference --tokens 150 --features",
-            words,
-            "--only",
-            "attention/*causal*",
-            "--ranks",
-            3,
-        )
-        if "documents" not in words
-        else run("canon.reference --tokens 150 --features", words, "--only", "zigzag_attention")
-    )
-    assert status == 0, printed.out
-    assert record["results"]
-    tensors = {m["tensor"] for result in record["results"] for m in result["measures"]}
-    assert ("lse" in tensors) == (
-        words not in {"documents,no-lse", "forward,no-lse,packed", "no-mask", "no-mask,forward"}
-    )
-    assert ("dq" in tensors) == ("forward" not in words)
-
-
 def test_a_failure_names_token_rank_and_head(run, write_module):
     write_module("off_attention", OFF)
     status, printed, record = run(
@@ -162,60 +123,6 @@ def test_a_failure_names_token_rank_and_head(run, write_module):
     assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
 
 
-SCALED = """
-from canon import reference
-
-def attention(q, k, v, mask=None, **options):
-    {line}
-    return reference.attention(q, k, v, mask, **options)
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("k.register_hook(lambda dk: 8 * dk)", "dk is 8.00 times the expected"),
-        ("v = 1e9 * v", "out is 1.00e+09 times the expected"),
-    ],
-)
-def test_factors_are_named_and_large_ratios_have_a_short_form(line, message, run, write_module):
-    write_module("scaled", SCALED.format(line=line))
-    _, printed, record = run("scaled --tokens 200 --only attention/causal/float32 --runs 1")
-    assert message in record["results"][0]["faults"][0]
-    assert message in printed.out
-    row = next(line for line in printed.out.splitlines() if line.startswith("│"))
-    assert len(row.split("│")[5].strip()) <= 5
-
-
-def test_wrong_moves_and_sums_name_rank_and_token(run, write_module):
-    text = """
-import torch.distributed as dist
-from canon import reference
-
-def group_cast(x, plan, stage, *, group=None):
-    received = reference.group_cast(x, plan, stage, group=group)
-    if dist.get_rank() == 2:
-        received[3] += 1
-    return received
-
-def group_reduce(y, plan, stage, into, *, group=None):
-    total = reference.group_reduce(y, plan, stage, into, group=group)
-    if dist.get_rank() == 1:
-        total[5, ..., 1, :] += 1
-    return total
-"""
-    write_module("moved", text)
-    _, _, record = run("moved --tokens 200 --only 'group_*/striped/documents/*one_cast'")
-    cast, reduced = (result["faults"] for result in record["results"])
-    assert cast[0].startswith("rank 2: cast 0: 1 of ")
-    tokens = sum(record["documents"].values())
-    assert "the first is row 3, token " in cast[0]
-    assert (
-        "rank 1: sum is worst in row 5, token "
-        f"{int(Layout.striped(tokens, 4).positions(1)[5])}, head 1"
-    ) in reduced
-
-
 def test_places_of_lse_and_of_values_that_are_not_finite():
     layout = Layout.striped(6, 2)
     exact = torch.zeros(2, 3, 6)
@@ -229,83 +136,25 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
     assert "tokens 2, 5" in place("lse", got, exact, layout)
 
 
-def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
-    text = (
-        "from canon import reference\n\ndef merge(*parts):\n    out, lse = "
-        "reference.merge(*parts)\n"
-    )
-    text += "    return out * float('nan'), lse\n"
-    write_module("not_a_number", text)
-    _, _, record = run("not_a_number --tokens 150 --only merge/documents")
-    (result,) = record["results"]
-    assert result["faults"][0].startswith("out is worst at token 0"), (
-        "the place stands before the norms"
-    )
-    assert result["faults"][1].startswith("out has ")
-    assert (result["measures"][0]["tensor"], result["measures"][0]["ratio"]) == ("out", "inf"), (
-        "the worst measure"
-    )
-    assert not any("other bits" in fault for fault in result["faults"])
-
-
-UNGUARDED = """
-import torch
-
-def merge(out, lse, other_out, other_lse):
-    whole = torch.logaddexp(lse, other_lse)
-    weights = (torch.exp(x - whole).nan_to_num().mT[..., None] for x in (lse, other_lse))
-    return sum(weight * part for weight, part in zip(weights, ({parts}), strict=True)), whole
-"""
-
-
-def test_a_merge_that_multiplies_nan_by_a_weight_of_0_disagrees(run, write_module):
-    for name, parts, expected in (
-        ("unguarded", "out, other_out", 1),
-        ("guarded", "out.nan_to_num(), other_out.nan_to_num()", 0),
-    ):
-        write_module(name, UNGUARDED.format(parts=parts))
-        status, _, record = run(name, "--tokens", 150, "--only", "merge/", "--features", "finite")
-        assert status == expected
-        assert len(set(verdicts(record).values())) == 1
-
-
 def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_reason():
-    waits = "no rank can continue: " + "; ".join(
-        f"rank {rank} waits in a receive from rank {rank - 1}" for rank in range(9)
-    )
-    texts = {
-        "shapes": ["rank 1: RuntimeError: the sizes differ"],
-        "norms": ["out is worst at token 3", "out is off by 1.00e+00 in the l2 norm"],
-        "deadlock": [waits],
-        "arguments": [
-            "rank 0: ValueError: the ranks disagree:\n  mask: rank 0: causal; rank 1: full"
-        ],
-    }
+    waits = "no rank can continue: " + "rank 1 waits in a receive from rank 0; " * 9
+    disagree = "rank 0: ValueError: the ranks disagree:\n  mask: causal or full"
+    texts = {"norms": ["out is worst at token 3", "out is off"], "waits": [waits]}
+    texts["arguments"] = [disagree]
+    ratios = ("out", "0.1"), ("out", "7"), ("lse", "0.5"), ("dq", "nan")
+    measures = [{"tensor": tensor, "ratio": ratio} for tensor, ratio in ratios]
     results = [
         {"case": case, "verdict": "failed", "faults": faults} for case, faults in texts.items()
     ]
     console = Console(file=io.StringIO(), width=100)
-    check_report.faults(results, console)
+    check_report.faults([results[0] | {"measures": measures}, *results[1:]], console)
     printed = " ".join(console.file.getvalue().split())
     for line in (
-        "norms: out is worst at token 3 (and 1 more in the record)",
-        f"deadlock: {waits}",
-        "arguments: rank 0: ValueError: the ranks disagree: mask: rank 0: causal; rank 1: full",
+        "norms: wrong: out, dq; right: lse; out is worst at token 3 (and 1 more in the record)",
+        f"waits: {waits}",
+        f"arguments: {' '.join(disagree.split())}",
     ):
         assert line in printed
-
-
-def test_a_fault_begins_with_the_tensors_that_are_wrong_and_right():
-    measures = [
-        {"tensor": tensor, "norm": norm, "ratio": ratio}
-        for tensor, norm, ratio in (
-            ("out", "l2", "0.1"), ("out", "max", "7"), ("lse", "l2", "0.5"), ("dq", "l2", "nan")
-        )
-    ]  # fmt: skip
-    result = {"case": "one", "verdict": "disagrees", "measures": measures}
-    console = Console(file=io.StringIO(), width=100)
-    check_report.faults([result | {"faults": ["out is worst at token 3"]}], console)
-    assert console.file.getvalue() == ("one: wrong: out, dq; right: lse; out is worst at token 3\n")
 
 
 def test_keywords_that_are_not_named_are_no_parameters(write_module):
@@ -329,16 +178,15 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     # if it aborts, which happened on a busy machine
     shows_stacks = os.environ | {"PYTHONFAULTHANDLER": "1"}
     child = subprocess.Popen(words, cwd=tmp_path, preexec_fn=listen, env=shows_stacks, **pipes)
-    for line in child.stderr or ():
-        if line.startswith("3/"):
-            break
+    for _ in range(60):  # beyond the parts that the forks have begun
+        child.stderr.readline()
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert "Traceback" not in out + err
     assert "cases have run." in " ".join(out.split())
     record = json.loads((tmp_path / "canon-check" / "record.json").read_text())
-    assert 3 <= len(record["results"]) < 40
+    assert 0 < len(record["results"]) < 150
 
 
 def test_every_case_has_its_own_name():

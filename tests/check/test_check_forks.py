@@ -1,36 +1,35 @@
 """Many cases of a check on the CPU run in forks, with the results of one process."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from canon.check import check_command, run_cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import all_cases
 from canon.check.documents import Documents
-from canon.check.inputs import FromDocuments
 
-DOCUMENTS = FromDocuments(Documents(tuple("ab"), (bytes(range(9)), bytes(range(11)))))
+DOCUMENTS = Documents(tuple("ab"), (bytes(range(9)), bytes(range(11))))
 CASES = tuple(
-    x for x in all_cases(["float32"], gpu=False) if x.function in ("merge", "attention_forward")
+    x
+    for x in all_cases(["float32"], False, DOCUMENTS)
+    if x.function in ("merge", "attention_forward")
 )
-RUNNER = CaseRunner("canon.reference", CASES, DOCUMENTS, "cpu", Path())
+RUNNER = CaseRunner("canon.reference", CASES, "cpu")
 
 
 def results_of(runner, forks, monkeypatch):
     monkeypatch.setattr(run_cases, "PART", 2)
     monkeypatch.setattr(run_cases, "_forks", lambda cases: forks if cases > 2 else 1)
-    return run_cases.run_cases("threads", 2, runner)
+    return run_cases.run_groups("threads", [(2, runner)], Console())[0]
 
 
-def test_forks_give_the_results_of_one_process_in_the_order_of_the_cases(monkeypatch, capsys):
+def test_forks_give_the_results_of_one_process_in_the_order_of_the_cases(monkeypatch):
     one, two = (results_of(RUNNER, forks, monkeypatch) for forks in (1, 2))
     assert len(CASES) > 4
     assert one == two
     assert [x["case"] for x in two] == [case.name for case in CASES]
-    assert f"{len(CASES)}/{len(CASES)} " in capsys.readouterr().err
 
 
 def test_a_failing_case_is_named_and_the_others_run(monkeypatch, write_module):
@@ -54,14 +53,6 @@ def test_a_case_that_ends_its_fork_fails(monkeypatch, write_module):
     found = results_of(replace(RUNNER, module="killing", cases=cases), 2, monkeypatch)
     assert all(x["verdict"] == "failed" for x in found if x["case"].startswith("merge"))
     assert "terminated abruptly" in found[0]["faults"][0]
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity"), reason="this system has no sched_getaffinity"
-)
-def test_few_cases_run_in_one_process(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert [run_cases._forks(cases) for cases in (1, 31, 32, 156, 1000)] == [0, 1, 2, 8, 8]
 
 
 def test_a_check_shares_the_types_of_interpreted_tensors_once():

@@ -1,4 +1,4 @@
-"""`canon check` finds merges in 16 bits, and a wrong scale, in its default table."""
+"""`canon check` finds merges in 16 bits in its default table."""
 
 import pytest
 
@@ -33,13 +33,6 @@ ring_attention, zigzag_attention, striped_attention, magi_attention, decode_atte
     partial(narrowed, f"{name}_attention")
     for name in ("ring", "zigzag", "striped", "magi", "decode")
 )
-"""
-SCALED = """
-from canon import reference
-
-def attention(q, k, v, mask=None, {parameter}return_lse=False):
-    {line}
-    return reference.attention(q, k, v, mask, return_lse=return_lse{passed})
 """
 
 
@@ -76,14 +69,3 @@ def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
     )
     assert status == 1
     assert any(result["verdict"] == "disagrees" for result in record["results"])
-
-
-def test_a_module_without_options_but_with_a_scale_is_tested_with_one(run, write_module):
-    options = " --tokens 150 --runs 1 --only attention/block_causal/* --features no-options,finite"
-    for name, parameter, line, passed, expected in (
-        ("ignoring", "scale=None, ", "pass", "", 1),
-        ("scaling", "scale=None, ", "pass", ", scale=scale", 0),
-        ("without", "", "pass", "", 0),
-    ):
-        write_module(name, SCALED.format(parameter=parameter, line=line, passed=passed))
-        assert run(name + options)[0] == expected, name

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from programs import printed
@@ -15,7 +14,6 @@ from canon.check import warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import all_cases
 from canon.check.documents import Documents
-from canon.check.inputs import FromDocuments
 from canon.fast.ahead import compilation
 
 pytestmark = pytest.mark.interpreted
@@ -34,14 +32,12 @@ if __name__ == "__main__":
 # Kernels get CPU tensors, and a driver with a target but no device.
 COLLECT = """
 import json
-from pathlib import Path
 from canon.fast.ahead.compilation import compile_all, recorded_jobs
 from canon.fast.kernels.triton.backend import TRITON
 from canon.check import warming
 from canon.check.cases import all_cases
 from canon.testing.compile import _target
 from canon.check.documents import Documents
-from canon.check.inputs import FromDocuments
 from canon.check.case_runner import CaseRunner
 
 for name, answer in dict(check_device=None, check=None, serves=True).items():
@@ -49,10 +45,10 @@ for name, answer in dict(check_device=None, check=None, serves=True).items():
 documents = Documents(("a", "b"), (b"some text, and " * 3, b"some more"))
 cases = [
     case
-    for case in all_cases(["bfloat16"], gpu=True)
+    for case in all_cases(["bfloat16"], True, documents)
     if case.function in ("merge", "attention_forward")
 ]
-runner = CaseRunner("canon.fast", tuple(cases), FromDocuments(documents), "cpu", Path())
+runner = CaseRunner("canon.fast", tuple(cases), "cpu")
 with _target(90):
     with recorded_jobs() as jobs:
         warming.collect([(1, runner)])
@@ -90,10 +86,10 @@ def compiled():
 def test_kernels_compile_before_the_check_of_a_module_that_has_some():
     """In a fresh process, where nothing has loaded Triton."""
     program = """
-import canon.fast, canon.reference
 from canon.check import warming
-given = ("cuda", canon.fast), ("cuda", canon.reference), ("cpu", canon.fast)
-print([warming.worth_it(device, module) for device, module in given])
+from canon.check.case_runner import CaseRunner
+given = ("canon.fast", "cuda"), ("canon.reference", "cuda"), ("canon.fast", "cpu")
+print([warming.worth_it(CaseRunner(name, (), device)) for name, device in given])
 """
     assert printed(program) == "[True, False, False]\n"
 
@@ -122,13 +118,7 @@ def test_compilations_are_collected_once_without_a_launch_and_compiled_into_the_
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    runner = CaseRunner(
-        "canon.fast",
-        tuple(all_cases(["float32"], gpu=True)[:3]),
-        FromDocuments(DOCUMENTS),
-        "cuda",
-        Path(),
-    )
+    runner = CaseRunner("canon.fast", tuple(all_cases(["float32"], True, DOCUMENTS)[:3]), "cuda")
     return [(4, runner)]
 
 
@@ -150,8 +140,6 @@ def groups(tmp_path, monkeypatch):
             "exit status 1",
             False,
         ),
-        ("print('something else')", "0 kernels compiled; others", False),
-        ("raise SystemExit(3)", "exit status 3", False),
     ],
 )
 def test_a_check_continues_after_any_end_of_the_compilation(

@@ -2,14 +2,12 @@
 others run.
 """
 
-from pathlib import Path
+from rich.console import Console
 
 from canon.check import cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import Case, all_cases, declined_by
-from canon.check.documents import Documents
-from canon.check.inputs import FromDocuments
-from canon.check.run_cases import run_cases
+from canon.check.run_cases import run_groups
 
 
 def test_other_dtypes_and_the_fused_method_are_declined():
@@ -30,9 +28,8 @@ def test_other_dtypes_and_the_fused_method_are_declined():
 def test_a_declined_case_does_not_run():
     shape = cases.Shape((2, 1), (32, 32))
     fused = Case("attention", "causal", "bfloat16", shape, method="fused")
-    source = FromDocuments(Documents.of([], 100))
-    runner = CaseRunner("no_such_module", (fused,), source, "cpu", Path(), "cuda")
-    (result,) = run_cases("threads", 1, runner)
+    runner = CaseRunner("no_such_module", (fused,), "cpu", backend="cuda")
+    ((result,), _) = run_groups("threads", [(1, runner)], Console())
     assert (result["verdict"], result["faults"]) == (
         "declined",
         ["the CUDA backend has no fused kernel"],

@@ -4,9 +4,6 @@ prints digests that two machines can compare.
 
 import re
 
-from canon import fast, reference
-from canon.check.cases import has_option
-
 IGNORES_RANKS = """
 from canon import reference
 from canon.reference import attention, magi_attention
@@ -59,18 +56,3 @@ def test_a_module_that_ignores_the_option_disagrees(run, write_module):
     (result,) = record["results"]
     text = "other bits than attention(..., rank_invariant=True) on one rank, in"
     assert any(fault.startswith(text) for fault in result["faults"])
-
-
-def test_functions_without_the_option_have_no_such_case(run, write_module):
-    assert [has_option(reference, name) for name in ("ring_attention", "merge", "nothing")] == [
-        False
-    ] * 3
-    for half in (reference, fast):
-        assert all(
-            has_option(half, name) for name in ("attention", "strided_attention", "magi_attention")
-        )
-    own = "def zigzag_attention(*x, **y):\n    return reference.zigzag_attention(*x, **y)\n"
-    write_module("old", f"from canon import reference\n\n{own}")
-    status, printed, _ = run("old --only rank_invariant")
-    assert status == 2
-    assert "no case matches 'rank_invariant'" in printed.err

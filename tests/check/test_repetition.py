@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from canon.check.repetition import repeated
 from canon.testing import process_groups
 from canon.testing.deterministic import deterministic
 
@@ -48,26 +47,6 @@ def test_bits_are_judged_under_the_switch_and_errors_in_both_ways(name, run, wri
     assert result["same_bits"] == ("run 3" not in fault)
     assert not fault or any(fault in text for text in result["faults"])
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def runs_of(results, switched=True):
-    """Return what `repeated` finds where the runs give these results, and the switch in each."""
-    states, results = [], iter(results)
-
-    def run():
-        states.append(torch.are_deterministic_algorithms_enabled())
-        return next(results)
-
-    different = lambda a, b: "out" if a != b else ""
-    return repeated(run, different, lambda x: x, 2, switched), states
-
-
-def test_a_third_run_decides_if_the_first_two_have_other_bits():
-    assert runs_of([5, 5]) == ((5, None, []), [False, True])
-    assert runs_of([5, 6, 6]) == ((5, 6, []), [False, True, True])
-    (first, second, unequal), states = runs_of([5, 6, 7], switched=False)
-    assert (first, second, states) == (5, 6, [False] * 3)
-    assert unequal == ["run 3 gave other bits than run 2, in out"]
 
 
 def test_the_switch_of_ranks_that_are_threads_is_on_until_the_last_one_leaves():

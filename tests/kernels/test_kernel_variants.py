@@ -38,7 +38,6 @@ from canon.check import draws
 from canon.testing import process_groups
 from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
-from canon.check.random_source import RandomSource
 
 automatic = backward.automatic
 local.check_device = backward.check_device = lambda x: None
@@ -108,7 +107,7 @@ def run(
             if done >= count and kinds == set(functions):
                 break
             jobs.clear()
-            runner = CaseRunner("canon.fast", (case,), RandomSource(), "cpu", Path())
+            runner = CaseRunner("canon.fast", (case,), "cpu", Path())
             process_groups.threads(runner.rehearse, case.ranks)
             seen |= set(jobs)
             kinds |= {case.function}
@@ -188,7 +187,6 @@ from canon.fast import warm_up
 from canon.check import draws
 from canon.testing import process_groups
 from canon.check.case_runner import CaseRunner
-from canon.check.random_source import RandomSource
 
 count, dtype, heads, widths, functions, ahead = json.loads(sys.argv[1])
 draws.TABLES["model"] = draws.Table(
@@ -212,9 +210,7 @@ while done < count:
         ahead and "softcap" in dict(case.options)
     )  # each soft-cap has kernels of its own
     if case.used not in ("sum", "lse") and usual:
-        runner = CaseRunner(
-            "canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path()
-        )
+        runner = CaseRunner("canon.fast", (replace(case, method="auto"),), "cuda", Path())
         process_groups.threads(runner.rehearse, case.ranks)
         done += 1
 torch.cuda.synchronize()

@@ -22,8 +22,6 @@ from canon import trees
 from canon.check import bits_report
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import DTYPES, TILED_LAYOUTS, has_option, matches
-from canon.check.documents import Documents, projected
-from canon.check.inputs import FromDocuments
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.testing import process_groups
@@ -103,21 +101,18 @@ class Trial:
 # --- the rows
 
 
-def whole(x: Trial) -> Iterator[Part]:
-    """Compute all queries in one call."""
+def _whole(x: Trial) -> Iterator[Part]:
     yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
 
-def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of queries, each over the keys before it."""
+def _prefill(x: Trial, size: int) -> Iterator[Part]:
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
         yield some, x.call("attention", q[:, some], k[:, seen], v[:, seen], mask=mask)
 
 
-def decode(x: Trial) -> Iterator[Part]:
-    """Compute single queries. The ranks divide the keys."""
+def _decode(x: Trial) -> Iterator[Part]:
     q, k, v = x.sequence
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for some in x.chunks(1, x.sampled if ranks == 1 else max(2, x.sampled // 3)):
@@ -125,8 +120,7 @@ def decode(x: Trial) -> Iterator[Part]:
         yield some, x.call("decode_attention", q[:, some], k[:, own], v[:, own])
 
 
-def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
-    """Compute the sequence with a function of several ranks."""
+def _on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
     mask = Mask.causal(x.tokens)
     held = TILED_LAYOUTS[layout](mask, dist.get_world_size())
     shards = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
@@ -134,15 +128,13 @@ def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
     yield x.whole(held.unshard(out, dim=0), held.unshard(lse, dim=1))
 
 
-def among_documents(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the second of three documents."""
+def _among_documents(x: Trial) -> Iterator[Part]:
     mask = Mask.documents([0, BEFORE, BEFORE + x.tokens, x.q.shape[1]])
     out, lse = x.call("attention", x.q, x.k, x.v, mask=mask)
     yield x.whole(out[x.place], lse[:, x.place])
 
 
-def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree."""
+def _branch(x: Trial) -> Iterator[Part]:
     others, tokens = list(range(BEFORE)), list(range(BEFORE, BEFORE + x.tokens))
     half, fork, late = BEFORE // 2, x.tokens // 2, x.tokens * 3 // 4
     branches = [tokens[:fork] + others[:half], tokens[:late] + others[half : BEFORE - 50], tokens]
@@ -152,32 +144,31 @@ def branch(x: Trial) -> Iterator[Part]:
     yield x.whole(tree.unpack(out)[-1], tree.unpack(lse, dim=1)[-1])
 
 
-def beside(x: Trial, dim: int) -> Iterator[Part]:
+def _beside(x: Trial, dim: int) -> Iterator[Part]:
     """Compute the sequence as the last of a batch (dim 0), or beside other heads (dim 2)."""
     tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
     yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])
 
 
-def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return the rows, the base first."""
-    rows = [Row("whole call", "attention", whole)]
+def _rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
+    rows = [Row("whole call", "attention", _whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
-        compute = partial(prefill, size=size)
+        compute = partial(_prefill, size=size)
         rows.append(Row(f"prefill in chunks of {size:,}", "attention", compute))
-    rows.append(Row("decoding token by token", "decode_attention", decode))
-    rows.append(Row(f"among documents, moved by {BEFORE}", "attention", among_documents))
-    rows.append(Row(f"branch of a tree, multiple_of={TILE}", "attention", branch))
+    rows.append(Row("decoding token by token", "decode_attention", _decode))
+    rows.append(Row(f"among documents, moved by {BEFORE}", "attention", _among_documents))
+    rows.append(Row(f"branch of a tree, multiple_of={TILE}", "attention", _branch))
     for dim, name in ((0, "sequence of a batch"), (2, "group of heads")):
-        rows.append(Row(f"beside another {name}", "attention", partial(beside, dim=dim)))
+        rows.append(Row(f"beside another {name}", "attention", partial(_beside, dim=dim)))
     several = range(2, ranks + 1)
     for function, layouts in ON_RANKS.items():
         for layout in layouts:
-            compute = partial(on_ranks, function=function, layout=layout)
+            compute = partial(_on_ranks, function=function, layout=layout)
             name, promised = f"{function}, {layout}", layout != "striped"  # no runs of 128 tokens
             rows += [Row(name, function, compute, count, promised) for count in several]
     name = "decoding, keys on ranks"
-    return rows + [Row(name, "decode_attention", decode, count) for count in several]
+    return rows + [Row(name, "decode_attention", _decode, count) for count in several]
 
 
 # --- the runs
@@ -188,18 +179,18 @@ _lock = threading.Lock()  # ranks that are threads share inputs and the base
 
 @lru_cache(maxsize=4)
 def _trial(runner: "BitsRunner", column: Column) -> Trial:
-    documents = runner.source.documents
-    layout = Layout.contiguous(documents.tokens, 1)
-    q, k, v = projected(documents, layout, runner.heads, (column.width, column.width))
+    pool, generator = BEFORE + runner.tokens + BEHIND, torch.Generator().manual_seed(0)
+    normal = lambda heads: torch.randn(1, pool, heads, column.width, generator=generator)
+    q, k, v = (normal(runner.heads[i]) for i in (0, 1, 1))
     # so that the rounding of partial sums shows
-    drift = torch.linspace(-3, 3, documents.tokens)[:, None, None]
-    inputs = (x[None].to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
+    drift = torch.linspace(-3, 3, pool)[:, None, None]
+    inputs = (x.to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
     return Trial(import_module(runner.module), runner.tokens, SAMPLED[runner.device], *inputs)
 
 
 @lru_cache(maxsize=4)
 def _base(x: Trial) -> tuple[Tensor, Tensor]:
-    ((_, results),) = whole(x)
+    ((_, results),) = _whole(x)
     return results
 
 
@@ -242,7 +233,7 @@ def _verdict(x: Trial, row: Row) -> dict[str, Any]:
 
 def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
     out, lse = _base(x)
-    if row.compute is whole:
+    if row.compute is _whole:
         return {"verdict": "equal", "digest": digest(out)[:12]}
     found = [(some, first_difference(*part, out[some], lse[:, some])) for some, part in parts]
     places = [x._replace(token=some.start + x.token) for some, x in found if x is not None]
@@ -257,7 +248,7 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
     half = ["bfloat16", "float16"] if device == "cuda" else ["bfloat16"]
     columns = []
     for dtype in arguments.dtype or [*half, "float32"]:
-        able = [name for name in backends if name == "triton" or dtype in ("bfloat16", "float16")]
+        able = [x for x in backends if x not in ("gluon", "cuda") or DTYPES[dtype].itemsize == 2]
         names = able if arguments.module == "canon.fast" else [None]
         widths = WIDTHS[device].get(dtype, OTHER_WIDTHS[device])
         columns += [Column(dtype, width, name) for name in names for width in widths]
@@ -275,10 +266,7 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
     tokens = arguments.tokens or tokens
     most = process_groups.kernel_gpus() if arguments.world == "gpus" else RANKS
     ranks = arguments.ranks or min(RANKS, most)
-    text = b"".join(Documents.of(arguments.documents).texts)
-    pool = BEFORE + tokens + BEHIND
-    documents = Documents(("pool",), ((text * -(-pool // len(text)))[:pool],))
-    rows = [row for row in rows_of(tokens, device, ranks) if matches(row.name, arguments.only)]
+    rows = [row for row in _rows_of(tokens, device, ranks) if matches(row.name, arguments.only)]
     if not (rows and (columns := _columns(arguments, device))):
         raise ValueError(
             f"--bits: no row matches {arguments.only!r}, or --backend supports none of the dtypes"
@@ -288,8 +276,9 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
         "Each row computes out and lse again, with rank_invariant=True.",
         highlight=False,
     )
-    given = arguments.module, (), FromDocuments(documents), device
-    runner = BitsRunner(*given, columns=tuple(columns), tokens=tokens, heads=heads)
+    runner = BitsRunner(
+        arguments.module, (), device, columns=tuple(columns), tokens=tokens, heads=heads
+    )
     results: list[dict[str, Any]] = []
     try:
         for count in sorted({row.ranks for row in rows}):

@@ -32,8 +32,8 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
         whole = not case.distributed or (case.function in REPLICATED and name not in ("k", "v"))
         return full if whole else layout.shard(full, rank, full.dim() + dim)
 
-    given = {name: placed(shard(name), case.shape, heads_first=True) for name in "qkv"}
-    dout = placed(shard("dout"), case.shape, heads_first=True)
+    given = {name: placed(shard(name), case.shape.strides) for name in "qkv"}
+    dout = placed(shard("dout"), case.shape.strides)
     # autograd passes the gradient of out.sum() as one number with strides of 0
     dout = dout.new_ones(()).expand(dout.shape) if case.used == "sum" else dout
     mine = replace(x, **given, dout=dout, dlse=shard("dlse", -1))
@@ -41,7 +41,7 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
 
 
 def on_one_rank(case: Case) -> Case:
-    """Return the case of `attention` that has the bits of the rank-invariant ``case``."""
+    """Return the same call of `attention` on one rank."""
     options = tuple((name, value) for name, value in case.options if name in OPTIONAL)
     return replace(case, function="attention", layout=None, options=options)
 
@@ -53,7 +53,7 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     places = (mask, layout) if case.function in TAKE_A_LAYOUT else () if plain else (mask,)
     tensors = [x.q, x.k, x.v]
     if x.up_weight is not None:
-        tensors = [x.q, x.k.squeeze(-2), x.v.squeeze(-2), placed(x.up_weight, case.shape)]
+        tensors = [x.q, x.k.squeeze(-2), x.v.squeeze(-2), placed(x.up_weight, case.shape.strides)]
     leaves = [t.detach().requires_grad_(not forward) for t in tensors]
     options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
     options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
@@ -125,7 +125,8 @@ def _backward(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     out, lse = forward.attention_forward(x.q, x.k, x.v, x.mask, **_scaling(x))
     options: dict[str, Any] = {"dlse": x.dlse if case.has_dlse else None}
     if case.variant == "part":
-        delta = (x.dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - x.dlse
+        delta = (x.dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2)
+        delta = delta - x.dlse if case.has_dlse else delta
         options = {"delta": delta, "grad_dtype": accumulate_dtype(x.q.dtype)}
     options |= _scaling(x) | {"method": case.method}
     return Attended(

@@ -13,17 +13,19 @@ Dtypes alternate over masks, layouts and methods.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import product
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 
 from canon import reference
+from canon.check.documents import Documents
 from canon.masks.layout import TILE
-from canon.reference import Layout
+from canon.reference import Layout, Mask
 from canon.route.algorithm import DECLARATIONS
 from canon.testing.judge import Masks
 
@@ -117,14 +119,6 @@ cast_plan          | planned                     | block_causal | casts=3, own_k
 cast_plan          | striped                     | window | casts=1, own_keys_first=True
 cast_plan          | contiguous                  | full | casts=1, own_keys_first=True
 cast_plan          | zigzag                      | causal | casts=1, own_keys_first=False
-plan_report        | planned                     | documents, tree, block_causal |
-plan_report        | striped                     | window |
-plan_report        | contiguous                  | full |
-plan_report        | zigzag                      | causal |
-Layout             | contiguous                  | documents |
-Layout             | zigzag                      | window |
-Layout             | striped                     | block_causal |
-Layout             | planned                     | causal |
 attention          |                             | causal | planted="inf in dout"
 attention          |  | documents | planted="nan in k", variant="sink", sink=True
 attention          |                             | sequences | planted="inf in v"
@@ -143,8 +137,8 @@ MASK_TABLE = """\
 mask | from documents that end at ends, the last at n | heads, widths on the CPU | on GPUs
 documents | Mask.documents(ends) | (4, 2), (32, 32) | (8, 2), (128, 128)
 causal | Mask.causal(n) | (2, 1), (64, 32), batch=1 | (4, 1), (128, 64), batch=1
-window | Mask.window(n, n // 5, 16) | (2, 2), (48, 48), contiguous=False | \
-    (4, 4), (96, 96), contiguous=False
+window | Mask.window(n, n // 5, 16) | (2, 2), (48, 48), strides=(1, 1) | \
+    (4, 4), (96, 96), strides=(1, 16)
 block_causal | block_causal(lengths) | (3, 1), (32, 32), scale=0.15 | (6, 1), (64, 64), scale=0.11
 full | Mask.documents(ends, causal=False) | (1, 1), (64, 64), batch=2 | (8, 1), (64, 64), batch=2
 last | Mask.causal(LAST, n) | (4, 2), (32, 32), batch=1 | (8, 2), (128, 128), batch=1
@@ -161,6 +155,10 @@ wide | Mask.causal(n) | (2, 1), (512, 512), batch=1 | (4, 1), (512, 512), batch=
 cancelling | Mask.causal(n) | (2, 1), (32, 32), batch=1 | (4, 2), (128, 128), batch=1
 last cancelling | Mask.causal(LAST, n) | (2, 1), (32, 32), batch=1 | (4, 2), (128, 128), batch=1
 """
+LAST = 5  # queries of `decode_attention`
+FEW = 17  # queries
+# keys at least: `canon.fast` cuts them into parts, the first on 4 ranks too
+MANY_KEYS = {"few": 18_000, "few in a window": 5_000}
 MASKS = "documents", "causal", "window", "block_causal", "full", "tree"  # * in `TABLE`
 LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a tuple of masks
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.keys, ranks),
@@ -186,12 +184,12 @@ FIXED_LAYOUTS = {name: one.layout.__name__ for name, one in DECLARATIONS.items()
 TAKE_A_LAYOUT = {name for name, one in DECLARATIONS.items() if not (one.is_local or one.layout)}
 REPLICATED = {"decode_attention"}  # all ranks return the same bits
 WHOLE = {*ATTEND, "prepare"} | REPLICATED
-PLANS = {"dispatch", "cast_plan", "plan_report"}  # their cases have no dtype
-EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # `canon.check.exchanges`
+PLANS = {"dispatch", "cast_plan"}  # their cases have no dtype
+EXCHANGES = PLANS | {"group_cast", "group_reduce"}  # `canon.check.exchanges`
 DISTRIBUTED = WHOLE - {"attention"} | EXCHANGES
 OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
 # names without a case
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
+VOCABULARY = {"Band", "Mask", "Layout", "plan_report", "backend", "warm_up"}
 
 
 def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
@@ -204,15 +202,14 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads, widths and strides of the tensors."""
+    """The form of the tensors."""
 
     heads: tuple[int, int]
     widths: tuple[int, int]
     batch: int = 0  # 0 means packed
-    contiguous: bool = True
     scale: float | None = None
-    strides: int | None = None  # seed of random strides
-    latent: tuple[int, int] | None = None  # widths of a random latent and of k_rope
+    strides: tuple[int, int] | None = None  # seed and unit of random strides, see `inputs.placed`
+    latent: tuple[int, int] | None = None  # widths of the latent and of k_rope
 
 
 def _masks() -> Iterator[tuple[str, str, tuple[Shape, Shape]]]:
@@ -222,7 +219,7 @@ def _masks() -> Iterator[tuple[str, str, tuple[Shape, Shape]]]:
         yield name, expression, (on_cpu, on_gpu)
 
 
-EXPRESSIONS = {name: expression for name, expression, _ in _masks()}  # see `inputs.mask_of`
+EXPRESSIONS = {name: expression for name, expression, _ in _masks()}
 SHAPES = {name: shapes for name, _, shapes in _masks()}
 
 
@@ -242,6 +239,9 @@ class Case:
     # lse is not returned), "forward" (none) or "forward, no lse" (none; only out is returned).
     used: str = "both"
     planted: str = ""  # a value and a tensor, such as "nan in k"
+    documents: Documents | None = None
+    offset: float = 0.0  # of v and dout, of both signs
+    number = 1  # seed of the inputs
 
     @property
     def name(self) -> str:
@@ -258,8 +258,7 @@ class Case:
 
     @property
     def has_latents(self) -> bool:
-        # `prepare` names the prepared function as variant
-        return "latent_attention" in (self.function, self.variant)
+        return self.shape.latent is not None
 
     @property
     def returns_lse(self) -> bool:
@@ -281,7 +280,22 @@ class Case:
     def rank_invariant(self) -> bool:
         return dict(self.options).get("rank_invariant", False)
 
-    def layout_of(self, mask: Masks, ranks: int) -> Layout:
+    @property
+    def masks(self) -> Masks:
+        assert self.documents is not None
+        return mask_of(self.mask, self.documents)
+
+    @property
+    def of_inputs(self) -> "Case":
+        """The case with the fields alone on which inputs depend."""
+        function = "merge" if self.function == "merge" else "attention"
+        used = self.used if self.used in ("lse", "sum") else "both"
+        return replace(
+            self, function=function, layout=None, method="auto", variant="", options=(), used=used
+        )
+
+    def layout_of(self, ranks: int) -> Layout:
+        mask = self.masks
         one = mask[0] if isinstance(mask, tuple) and self.layout != "planned" else mask
         layouts = TILED_LAYOUTS if self.rank_invariant else LAYOUTS
         return layouts[self.layout or "contiguous"](one, ranks if self.distributed else 1)
@@ -303,6 +317,35 @@ def declined_by(backend: str | None, case: Case) -> str:
     return "the CUDA backend has no fused kernel" if fused else ""
 
 
+def block_causal(lengths: Sequence[int]) -> Mask:
+    """Return a mask in which documents see themselves and earlier ones, except padding."""
+    blocks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(blocks)) / max(1, len(blocks))
+    q_valid = (position < 0.6) | (position > 0.7)
+    return Mask.block_causal(blocks, q_valid=q_valid, k_valid=(position < 0.65) | (position > 0.8))
+
+
+def tree(lengths: Sequence[int]) -> Mask:
+    """Return a tree with a node for each document, with a gap at its end."""
+    depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
+    parents = [
+        max((i for i in range(place) if depths[i] < depths[place]), default=-1)
+        for place in range(len(depths))
+    ]
+    nodes = [n - n // 8 for n in lengths]
+    return Mask.tree([*parents, -1], [*nodes, 0], [0, *accumulate(lengths)])
+
+
+@lru_cache(maxsize=64)
+def mask_of(name: str, documents: Documents) -> Masks:
+    """Return a mask over the documents."""
+    n = documents.tokens
+    names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
+    names |= {"ends": documents.cu_seqlens, "lengths": documents.lengths, "LAST": min(LAST, n)}
+    names |= {"last": range(max(0, n - LAST), n), "late": range(n - 2000, n - 2000 + FEW)}
+    return eval(EXPRESSIONS[name], names)
+
+
 def rows() -> Iterator[tuple[str, str | None, str, dict[str, Any]]]:
     """Yield (function, layout, mask, fields and options) of each case."""
     for line in TABLE.splitlines()[1:]:
@@ -313,7 +356,7 @@ def rows() -> Iterator[tuple[str, str | None, str, dict[str, Any]]]:
             yield function, layout or FIXED_LAYOUTS.get(function), mask, eval(f"dict({given})")
 
 
-def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
+def all_cases(dtypes: list[str], gpu: bool, documents: Documents | None = None) -> list[Case]:
     """Return all cases. float64 has two cases, unless it is the only dtype."""
     alternating = [name for name in dtypes if name != "float64"] or ["float64"]
     cases = []
@@ -330,16 +373,29 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         # a key head that the value does not reach
         if "planted" in given and shape.heads[1] == 1 and shape.batch < 2:
             shape = replace(shape, heads=(2, 2))
+        if "latent_attention" in (function, given.get("variant")):
+            shape = replace(shape, latent=(shape.widths[0], shape.widths[0] // 4))
+        own = documents and documents.at_least(MANY_KEYS.get(mask, 0))
         names = ("method", "variant", "used", "planted")
         fields = {name: given.pop(name) for name in names if name in given}
         cases.append(
-            Case(function, mask, dtype, shape, layout, options=(*given.items(),), **fields)
+            Case(
+                function,
+                mask,
+                dtype,
+                shape,
+                layout,
+                options=(*given.items(),),
+                documents=own,
+                offset=3.0 * (dtype in ("bfloat16", "float16")),
+                **fields,
+            )
         )
     return cases
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Match a name with the glob of `--only`."""
+    """Match the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
@@ -351,6 +407,9 @@ def accepts(module: Any, case: Case) -> bool:
     passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
     passed += [(case.function, "group")] if "columns" in options else []
+    shape, in_canon = case.shape, module.__name__.startswith("canon.")
+    if case.planted and shape.heads[1] == 1 and shape.batch < 2 and not in_canon:
+        return False  # the value may reach all results
     return all(name in parameters_of(module, function) for function, name in passed)
 
 
@@ -363,12 +422,12 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def has_option(module: Any, function: str) -> bool:
-    """Return whether a function has the option rank_invariant."""
+    """Return whether rank_invariant is an option."""
     return "rank_invariant" in parameters_of(module, function)
 
 
 def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
-    """Return the error for a module without the functions."""
+    """Return the error."""
     return ValueError(
         f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
         "imports from canon do not count"
@@ -386,7 +445,7 @@ class Coverage:
 
 
 def covered(module: Any) -> Coverage:
-    """Return what the cases test of a module."""
+    """Return what cases test."""
     tried = {function for function, *_ in rows()}
 
     def public(half: Any) -> set[str]:

@@ -15,6 +15,7 @@ from canon.route.checks import Scale, default_scale
 from canon.testing.judge import UNIT
 
 CLOSE = 0.05  # a mistake explains an error if it leaves at most this part of it, beside rounding
+MANY_KEYS = 8192  # beyond, the keys of a query are not varied
 CLEAR = 0.25  # rounding is at most this part of an error that has a cause
 
 
@@ -45,7 +46,6 @@ def explained(
 
 
 def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> list[str]:
-    """Name queries that are not finite because they see no key, of all or of a part."""
     if got.out is None or bool(got.out.isfinite().all()):
         return []
     of_queries = lambda t: t.isfinite().all(-1).all(-1).reshape(-1, t.shape[-3]).all(0)
@@ -101,78 +101,60 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
     sees = []
     if true_lse == -torch.inf:
         sees = [f"{of_query} sees no key, so its out must be 0"]
-    for text, outs, lses in _mistakes(exact, x, b, query, head):
+    for texts, outs, lses in _mistakes(exact, x, b, query, head):
         far = (outs - out).norm(dim=-1).nan_to_num(torch.inf)
         far_lse = torch.where(lses == lse, 0.0, (lses - lse).abs())
         fits = (far <= near) & (far_lse.nan_to_num(torch.inf) <= near_lse)
         if fits.any():
             fits &= far <= 1.001 * far[fits].min() + rounding / 8
             place = int((fits & (far_lse <= far_lse[fits].min() + exactly)).nonzero()[0])
-            return [*sees, f"as if {of_query} {text[place] if isinstance(text, list) else text}"]
+            return [*sees, f"as if {of_query} {texts[place]}"]
     return sees
 
 
 def _mistakes(
     exact: Any, x: Inputs, b: int, query: int, head: int
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yield a text, or one for each row, and rows of out and lse under mistakes."""
+) -> Iterator[tuple[list[str], Tensor, Tensor]]:
+    """Yield texts of mistakes, and a row of out and lse for each."""
     device = exact.out.device
     q, k, v = (
-        (t if t.dim() == 4 else t[None])[b].to(device).double()
-        for t in (x.q.nan_to_num(), x.k, x.v)
+        (t if t.dim() == 4 else t[None])[b].to(device).double().nan_to_num()
+        for t in (x.q, x.k, x.v)
     )
     mask = x.mask[b] if isinstance(x.mask, tuple) else x.mask
-    visible = mask.crop(queries=range(query, query + 1)).dense()[0].to(device)
-    share = q.shape[1] // k.shape[1]
-    own, has_sink = head // share, getattr(exact, "dsink", None) is not None
+    visible = mask.crop(queries=range(query, query + 1)).dense().to(device)
+    own, has_sink = head // (q.shape[1] // k.shape[1]), getattr(exact, "dsink", None) is not None
     sink = float(x.sink[head]) if has_sink else None
 
-    def attended(scaling: Scale, key_head: int, sink: float | None) -> tuple[Tensor, Tensor]:
-        weighted, top = _weighted(q[query, head], k[:, key_head], v[:, key_head], scaling, visible)
-        return _normalised((visible.double() @ weighted)[None], top, sink)
+    def attended(
+        seen: Tensor, scaling: Scale = x.scaling, key_head: int = own, sink: float | None = sink
+    ) -> tuple[Tensor, Tensor]:
+        scores = scores_of(q[query, head][None], k[:, key_head], scaling)[0]
+        top = scores[seen.any(0)].max()
+        weights = torch.exp(scores - top)[:, None]
+        sums = seen.double() @ torch.cat([weights * v[:, key_head], weights], -1)
+        lse = torch.log(sums[:, -1]) + top
+        out = sums[:, :-1] / sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)
+        return (out if sink is None else torch.sigmoid(lse - sink)[:, None] * out), lse
 
     if visible.any():
         plain = default_scale(x.q, None, x.softcap)
         if plain != x.scaling:
             text = f"had the default scale 1 / sqrt(d), not {x.scale:.3g}"
-            yield text, *attended(plain, own, sink)
+            yield [text], *attended(visible, plain)
         if x.softcap is not None:
-            yield "had no soft-cap", *attended(default_scale(x.q, x.scale, None), own, sink)
+            uncapped = default_scale(x.q, x.scale, None)
+            yield ["had no soft-cap"], *attended(visible, uncapped)
         if has_sink:
-            yield "had no sink", *attended(x.scaling, own, None)
+            yield ["had no sink"], *attended(visible, sink=None)
         for other in (i for i in range(k.shape[1]) if i != own):
             text = f"in head {head} read head {other} of k and v, not {own}"
-            yield text, *attended(x.scaling, other, sink)
-    every = torch.ones_like(visible)
-    weighted, top = _weighted(q[query, head], k[:, own], v[:, own], x.scaling, every)
-    sign = torch.where(visible, -1.0, 1.0).double()[:, None]
-    changed = visible.double() @ weighted + sign * weighted
-    names = [
-        f"did not see the visible key {i}" if seen else f"saw the hidden key {i}"
-        for i, seen in enumerate(visible.tolist())
-    ]
-    yield names, *_normalised(changed, top, sink)
-    hidden, missing = (~visible).cumsum(0).tolist(), (visible.sum() - visible.cumsum(0)).tolist()
-    names = [
-        f"saw the keys 0 to {i}"
-        + f"; {more} of them are hidden" * (more > 0)
-        + f"; it missed {less} visible keys" * (less > 0)
-        for i, (more, less) in enumerate(zip(hidden, missing, strict=True))
-    ]
-    yield names, *_normalised(weighted.cumsum(0), top, sink)
-
-
-def _weighted(
-    q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return exp(score - top) times (v, 1) of each key, and the largest ``seen`` score."""
-    scores = scores_of(q[None], k.nan_to_num(), scaling)[0]
-    top = scores[seen].max()
-    weights = torch.exp(scores - top)[:, None]
-    return torch.cat([weights * v.nan_to_num(), weights], -1), top
-
-
-def _normalised(sums: Tensor, top: Tensor, sink: float | None) -> tuple[Tensor, Tensor]:
-    lse = torch.log(sums[:, -1]) + top
-    out = sums[:, :-1] / sums[:, -1:].masked_fill(sums[:, -1:] == 0, 1)  # without keys, out is 0
-    return (out if sink is None else torch.sigmoid(lse - sink)[:, None] * out), lse
+            yield [text], *attended(visible, key_head=other)
+    if 1 < mask.keys <= MANY_KEYS:
+        every = torch.ones(mask.keys, mask.keys, dtype=torch.bool, device=device)
+        texts = [
+            f"did not see the visible key {i}" if seen else f"saw the hidden key {i}"
+            for i, seen in enumerate(visible[0].tolist())
+        ]
+        yield texts, *attended(visible ^ (every.tril() & every.triu()))
+        yield [f"saw the keys 0 to {i}" for i in range(mask.keys)], *attended(every.tril())

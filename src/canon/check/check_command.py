@@ -9,17 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canon.check import bits, contract, module_import, random_check
+from canon.check import bits, contract, fixed_check, module_import, random_check
 from canon.check.cases import DTYPES, covered
-from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED, MISUSED
-from canon.check.fixed_check import BUDGET, RECORD, FixedCheck
+from canon.check.check_report import AGREES, DISAGREES, MISUSED
+from canon.check.fixed_check import BUDGET, RECORD
 from canon.check.placement import placement
-from canon.check.run_cases import Interrupted
 
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
         "has its own rows and runs them once",
-        ("random", "seed", "first", "list", "features"),
+        ("random", "seed", "first", "list", "features", "documents"),
     ),
     "--random": (
         "draws its own cases",
@@ -29,7 +28,7 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number."""
+    """Return a type of arguments."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
@@ -40,7 +39,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon check`."""
+    """Add the options."""
     add = parser.add_argument
     add(
         "module",
@@ -152,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Run the check and return the exit status."""
+    """Return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:
@@ -164,9 +163,6 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     except ValueError as error:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
-    except Interrupted:
-        console.print("[bold red]Interrupted; the record holds the finished cases.")
-        return INTERRUPTED
     except SystemExit as ended:  # outside the cases, which fail by themselves
         print(f"canon check: {arguments.module} ends the process: {ended}", file=sys.stderr)
         return DISAGREES
@@ -187,10 +183,9 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.bits:
         return DISAGREES if bits.run(arguments, console, place.device, module) else AGREES
     if arguments.random is None:
-        return FixedCheck(arguments, console, place, module).run()
+        return fixed_check.run(arguments, console, place, module)
     kind = "threads" if arguments.world == "auto" else place.kind
-    agree = random_check.run(arguments, console, kind, place.device, module)
-    return AGREES if agree else DISAGREES
+    return random_check.run(arguments, console, kind, place.device, module)
 
 
 def _check_options(arguments: argparse.Namespace, device: str) -> None:

@@ -20,9 +20,7 @@ MARKS = {  # verdicts
     "disagrees": "bold red",
     "failed": "bold red",
     "declined": "dim",
-    "not judged": "yellow",
 }
-NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
 NUMBERS = {"error", "bound", "ratio"}
 # parts of faults, the most specific first; after them come exceptions, such as those of shapes
 TELLING = (
@@ -41,7 +39,7 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
-    """Return the command line of a check, with ``changed`` values of some options."""
+    """Return the command, with ``changed`` options."""
     hidden = {"command", "module", "record", "list", "template"}
     given = {name: value for name, value in vars(arguments).items() if name not in hidden}
     given |= {"documents": tuple(path.name for path in arguments.documents)} | changed
@@ -50,7 +48,7 @@ def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """Return the table of the results."""
+    """Return the table."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "verdict"):
         shown.add_column(
@@ -68,8 +66,7 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
             place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
             numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", ratio)
-        exempt = sum(result.get("exempt", {}).values())  # values that a planted NaN may reach
-        verdict = result["verdict"] + f", {exempt} exempt" * bool(exempt)
+        verdict = result["verdict"]
         if "digest" in result:
             verdict += f", bits {result['digest']}"
         shown.add_row(result["case"], *numbers, Text(verdict, MARKS[result["verdict"]]))
@@ -78,7 +75,7 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print all faults of the most specific case, and one of each other case."""
-    wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
+    wrong = [result for result in results if result["faults"] and result["verdict"] != "declined"]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result, same in _grouped(results):
         if len(same) > 1:
@@ -100,7 +97,6 @@ def _reason(result: dict[str, Any]) -> str:
 def _grouped(
     results: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return (result, results like it) for cases that are declined for the same reason."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
         declined = result["verdict"] == "declined"
@@ -135,13 +131,13 @@ def _place(fault: str) -> int:
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
-def summary(verdicts: Sequence[str], console: Console) -> int:
-    """Print how many cases agree, and return how many do not."""
+def summary(verdicts: Sequence[str], console: Console) -> bool:
+    """Print how many cases agree. Return whether some agree, and the others are declined."""
     counts = Counter(verdicts)
-    wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
+    wrong = len(verdicts) - counts["agrees"] - counts["declined"]
+    good = bool(counts["agrees"]) and not wrong
     line = f"{counts['agrees']} of {len(verdicts)} cases agree"
-    line += "".join(f", {counts[name]} {name}" for name in NEITHER if counts[name])
+    line += f", {counts['declined']} declined" * bool(counts["declined"])
     line += f", {wrong} do not" * bool(wrong)
-    style = "green" if counts["agrees"] and not wrong else "red"
-    console.print(f"[bold {style}]{line}.")
-    return wrong
+    console.print(f"[bold {'green' if good else 'red'}]{line}.")
+    return good

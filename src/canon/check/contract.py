@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from canon.check.cases import ATTEND, MASKS, REPLICATED, Case, parameters_of
+from canon.check.cases import ATTEND, MASKS, REPLICATED, Case
 
 CONVENTIONS = """\
 How to write MODULE. It is a Python module with one or more of the functions below. Functions that
@@ -40,8 +40,7 @@ ValueError and TypeError do, too.
             out 0, lse -inf and zero gradients. In some cases one element of a visible token is NaN
             or infinite. It must reach all results that depend on it. It may reach more of its
             sequence and key head, as 0 * NaN does, but in merge no other element, and from q and
-            dout no other query. The table counts these values as exempt. A case with a tensor of
-            such values alone is not judged.
+            dout no other query.
   keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel",
             default "auto"); reduce_dtype, the dtype in which dk and dv travel; and the options of
             strided_attention and magi_attention in canon.reference. A keyword is passed only if a
@@ -61,7 +60,6 @@ for example, python -c "import canon; help(canon.reference.merge)" shows them:
   merge(out, lse, other_out, other_lse)
       returns out, lse; a row with lse -inf has the weight 0, and its out holds NaN here
   dispatch(mask, ranks, ...), cast_plan(mask, layout, casts=, own_keys_first=)
-  plan_report(mask, layout), Layout(ranges_per_rank, tokens)
   group_cast(x, plan, stage), group_reduce(y, plan, stage, into)
   prepare(function, mask, layout, rank=, batch=, heads=, widths=, dtype=, device=)
       returns plans with load()
@@ -74,8 +72,7 @@ beyond the limits are changed to fit them, or left out:
   no-mask            supports causal attention only; mask is None or not passed
   one-mask           supports one mask for all sequences, and no tuple of masks
   no-lse             returns out only
-  no-options         takes no options: default backward pass, and default scale unless it has a
-                     parameter scale
+  no-options         takes no options: default backward pass and default scale
   forward            is not differentiable: only out and lse are compared
   batched, packed    supports only (b, t, h, d), or only (t, h, d)
   equal-heads        needs h == g
@@ -150,7 +147,7 @@ WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", "fini
 
 
 def features(text: str) -> frozenset[str]:
-    """Return the words of ``--features``. Raises ValueError."""
+    """Return the words. Raises ValueError."""
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     if unknown := sorted(words - set(WORDS)):
         raise ValueError(
@@ -166,14 +163,9 @@ def features(text: str) -> frozenset[str]:
     return words
 
 
-def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
+def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Case]:
     """Return the cases, changed to fit the limits. ``even``: shards have equal length."""
     changed = [adapted(case, words) for case in cases]
-    if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
-        changed = [
-            new and _with_scale(new, case.shape.scale, module)
-            for new, case in zip(changed, cases, strict=True)
-        ]
     # without a mask, these compute the number of tokens from their own shard
     if "no-mask" in words and not even:
         changed = [
@@ -182,11 +174,6 @@ def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: An
             if case and case.function not in ("zigzag_attention", "striped_attention")
         ]
     return list({case.name: case for case in changed if case is not None}.values())
-
-
-def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
-    passed = "scale" in parameters_of(module, case.function)
-    return replace(case, shape=replace(case.shape, scale=scale)) if passed else case
 
 
 def adapted(case: Any, words: frozenset[str]) -> Any:
@@ -207,7 +194,7 @@ def adapted(case: Any, words: frozenset[str]) -> Any:
         "packed": {"batch": 0},
         "equal-heads": {"heads": (shape.heads[0],) * 2},
         "equal-widths": {"widths": (shape.widths[0],) * 2},
-        "contiguous": {"contiguous": True, "strides": None},
+        "contiguous": {"strides": None},
     }
     for word in words & changes.keys():
         shape = replace(shape, **changes[word])

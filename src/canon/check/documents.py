@@ -1,7 +1,4 @@
-"""Read documents, and compute q, k and v from them with a small transformer layer.
-
-Weights are small integers: inputs have the same bits on every machine.
-"""
+"""Read the documents of `canon check`."""
 
 import re
 import subprocess
@@ -10,14 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from canon.reference import Layout
-
 TEXT = {".py", ".md", ".txt", ".toml", ".typ", ".cu", ".cfg", ".yml", ".yaml", ".sh", ".rst", ""}
 HIDDEN = re.compile(r"(^|/)(\.|__pycache__)")
-_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -54,6 +45,11 @@ class Documents:
     @property
     def cu_seqlens(self) -> list[int]:
         return [0, *accumulate(self.lengths)]
+
+    def at_least(self, tokens: int) -> "Documents":
+        """Return the documents, repeated until there are so many tokens."""
+        times = max(1, -(-tokens // self.tokens))
+        return Documents(self.names * times, self.texts * times)
 
 
 def _home() -> Path:
@@ -99,46 +95,3 @@ def _within(texts: dict[str, bytes], budget: int) -> list[str]:
             chosen.append(name)
             left -= length[name]
     return chosen
-
-
-def projected(
-    documents: Documents,
-    layout: Layout,
-    heads: tuple[int, int],
-    widths: tuple[int, int],
-    seed: int = 0,
-):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) in float32."""
-    (h, g), (d, dv) = heads, widths
-    generator = torch.Generator().manual_seed(seed)
-
-    def integers(*shape: int) -> Tensor:
-        return torch.randint(-3, 4, shape, generator=generator).float()
-
-    bytes_ = torch.tensor(list(b"".join(documents.texts)), dtype=torch.int64)
-    table, before = integers(256, _WIDTH), integers(256, _WIDTH)
-    x = table[bytes_] + before[bytes_.roll(1)]
-    # embeddings have variance 2 * 4, weights 4: q, k and v have variance 1
-    size = (8.0 * 4.0 * _WIDTH) ** 0.5
-    q, k, v = (
-        (x @ integers(_WIDTH, n * w)).unflatten(1, (n, w)) / size
-        for n, w in ((h, d), (g, d), (g, dv))
-    )
-    positions = _positions(layout, documents.cu_seqlens)
-    return _rotated(q, positions), _rotated(k, positions), v
-
-
-def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
-    positions = torch.empty(layout.tokens, dtype=torch.int64)
-    for rank in range(layout.ranks):
-        positions[layout.positions(rank)] = layout.document_positions(rank, cu_seqlens)
-    return positions
-
-
-def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) by position / 10000^(2 i / d), as RoFormer (Su et al., 2021)."""
-    half = x.shape[-1] // 2
-    angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
-    cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

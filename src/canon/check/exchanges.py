@@ -1,10 +1,9 @@
-"""Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
+"""Run and judge the cases without attention: plans, group casts and group reduces.
 
-dispatch, plan_report    equal to the reference
-cast_plan                the same; each rank receives once every token that its mask needs
-group_cast               rows equal to the plan's tokens
-group_reduce             as close to the float64 sum as float32 sums in any order
-Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
+dispatch        equal to the reference
+cast_plan       the same; each rank receives once every token that its mask needs
+group_cast      rows equal to the plan's tokens
+group_reduce    as close to the float64 sum as float32 sums in any order
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,7 @@ from canon.check.inputs import Inputs, placed
 from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout
 from canon.route.checks import accumulate_dtype
-from canon.testing.judge import EXACT, UNIT, Masks, Measure, judged, visible_blocks
+from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]
 
@@ -39,11 +38,11 @@ class Answer:
 class Exchange:
     """A case on one rank. Answers without a method of their own are tables of the reference."""
 
-    def __init__(self, case: Case, mask: Masks, layout: Layout, x: Inputs | None, rank: int):
-        self.case, self.mask, self.layout, self.rank = case, mask, layout, rank
+    def __init__(self, case: Case, layout: Layout, x: Inputs | None, rank: int):
+        self.case, self.mask, self.layout, self.rank = case, case.masks, layout, rank
         self.options = dict(case.options)
         if x is not None:
-            self.k, self.full = x.k, x.k.movedim(-3, 0)
+            self.full = x.k.movedim(-3, 0)
             self.mine = _tokens(layout.ranges_per_rank[rank]).to(self.full.device)
 
     def tables(self, half: Any) -> Tables:
@@ -58,12 +57,6 @@ class Exchange:
         ranks = self.layout.ranks
         plan = half.dispatch(self.mask, ranks, **interleaving(self.mask, ranks))
         return {"plan": _places(plan.ranges_per_rank)}
-
-    def plan_report_tables(self, half: Any) -> Tables:
-        chunk = interleaving(self.mask, self.layout.ranks)["chunk"]
-        report = half.plan_report(self.mask, self.layout, chunk=chunk)
-        by_rank = torch.tensor([report.areas, report.received, report.sent], dtype=torch.int64).T
-        return {"report": by_rank, "largest": torch.tensor([[report.tokens, report.largest_chunk]])}
 
     def cast_plan_tables(self, half: Any) -> Tables:
         """Return rows (cast, receiver, source, row there, token), and those of this rank."""
@@ -97,7 +90,7 @@ class Exchange:
         return _tokens(piece.tokens for piece in pieces).to(self.full.device)
 
     def group_cast_tables(self, half: Any) -> Tables:
-        mine = placed(self.full[self.mine], self.case.shape)
+        mine = placed(self.full[self.mine], self.case.shape.strides)
         casts = range(self.plan.casts)
         return {f"cast {cast}": half.group_cast(mine, self.plan, cast) for cast in casts}
 
@@ -117,26 +110,11 @@ class Exchange:
         )
         return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
 
-    def summed(self, start: Tensor, parts: list[Tensor]) -> Answer:
-        """Return this rank's rows of the sum in float64, and in four other orders."""
-        generator = torch.Generator().manual_seed(3)
-        start, *parts = (x[self.mine].to(start.dtype) for x in (start, *parts))
-        honest = []
-        for _ in range(4):
-            total = start.clone()
-            for index in torch.randperm(len(parts), generator=generator).tolist():
-                total += parts[index]
-            honest.append(total)
-        unit = EXACT if start.dtype == torch.float64 else UNIT
-        roundings = unit * sum((part.double().abs() for part in parts), start.double().abs())
-        exact = sum((part.double() for part in parts), start.double())
-        return Answer(exact, honest, roundings, self.mine)
-
     def group_reduce_tables(self, half: Any) -> Tables:
         start, parts = self.summands()
-        into = total = placed(start[self.mine], self.case.shape)
+        into = total = placed(start[self.mine], self.case.shape.strides)
         for cast in range(self.plan.casts):
-            y = placed(parts[self.rank][self.received(cast, self.rank)], self.case.shape)
+            y = placed(parts[self.rank][self.received(cast, self.rank)], self.case.shape.strides)
             total = half.group_reduce(y, self.plan, cast, into)
         return {"sum": total, "into": into}
 
@@ -147,40 +125,16 @@ class Exchange:
             for cast in range(self.plan.casts):
                 sent[self.received(cast, source)] = True
             part[~sent] = 0
-        answer = self.summed(start, parts)
+        start, *parts = (x[self.mine].to(start.dtype) for x in (start, *parts))
+        generator = torch.Generator().manual_seed(3)
+        orders = [torch.randperm(len(parts), generator=generator).tolist() for _ in range(4)]
+        honest = [sum((parts[rank] for rank in order), start) for order in orders]
+        exact, sizes = start.double(), start.double().abs()
+        for part in parts:
+            exact, sizes = exact + part, sizes + part.double().abs()
+        unit = EXACT if start.dtype == torch.float64 else UNIT
+        answer = Answer(exact, honest, unit * sizes, self.mine)
         return {"sum": answer, "into": answer}
-
-    def Layout_tables(self, half: Any) -> Tables:
-        made = half.Layout(self.layout.ranges_per_rank, self.layout.tokens)
-        full, parts = self.k.detach().requires_grad_(), self.summands()[1]
-        grads = [part.movedim(0, -3) for part in parts]
-        shard = made.shard(full, self.rank, -3)
-        mine = shard.detach().requires_grad_()
-        replicated, partial = (
-            made.unshard(mine, dim=-3, partial_grad=partial) for partial in (False, True)
-        )
-        found = {
-            "shard": shard.detach(),
-            "unshard": replicated.detach(),
-            "gradient of shard": torch.autograd.grad(shard, full, shard.detach())[0],
-            "gradient of unshard": torch.autograd.grad(replicated, mine, grads[0])[0],
-            "sum": torch.autograd.grad(partial, mine, grads[self.rank])[0],
-        }
-        found = {name: table.movedim(-3, 0) for name, table in found.items()}
-        return {"positions": made.positions(self.rank)[:, None]} | found
-
-    def Layout_answers(self) -> dict[str, Answer]:
-        full, mine, (_, grads) = self.full, self.mine, self.summands()
-        positions, scattered = mine.cpu(), torch.zeros_like(full)
-        scattered[mine] = full[mine]
-        return {
-            "positions": Answer(positions[:, None], tokens=positions),
-            "shard": Answer(full[mine], tokens=positions),
-            "unshard": Answer(full),
-            "gradient of shard": Answer(scattered),
-            "gradient of unshard": Answer(grads[0][mine], tokens=positions),
-            "sum": self.summed(torch.zeros_like(full), grads),
-        }
 
 
 def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:

@@ -6,7 +6,7 @@ from random import Random
 
 
 def size(draw: Random, most: int) -> int:
-    """Return a number of tokens of any order of magnitude."""
+    """Return a number of tokens."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -71,7 +71,6 @@ def _documents(draw: Random, n: int, plain: bool) -> str:
 
 
 def _tree(draw: Random, n: int) -> str:
-    """Return `Mask.tree` with empty nodes and gaps."""
     starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
     lengths = [
         draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)])
@@ -95,7 +94,6 @@ def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
 
 
 def _intervals(draw: Random, n: int) -> tuple[list[int], list[int]]:
-    """Return starts and stops of intervals that do not overlap."""
     cuts = sorted({draw.randint(0, n) for _ in range(draw.randint(0, 6))})
     pairs = [pair for pair in pairwise(cuts) if draw.random() < 0.6]
     return [start for start, _ in pairs], [stop for _, stop in pairs]
@@ -133,7 +131,7 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 
 def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return a layout of whole tiles of 128 tokens."""
+    """Return a layout of whole tiles."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"
@@ -150,29 +148,21 @@ def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
     """Return a layout of the kind ``fixed`` or any, with uneven and empty shards."""
-    kind = fixed or draw.choice(
-        ["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"]
-    )
+    kinds = ["contiguous", "zigzag", "striped", "planned", "runs", "runs", "steps"]
+    kind = fixed or draw.choice(kinds)
     if kind in {"contiguous", "zigzag", "striped"}:
         return f"Layout.{kind}({n}, {ranks})"
     if kind == "planned":
         chunk = max(1, n // draw.choice([ranks, 2 * ranks, 8 * ranks]))
         rates = "" if draw.random() < 0.3 else ", imbalance=1.0, cells_per_us=1, tokens_per_us=1000"
         return f"dispatch({mask}, {ranks}, chunk={chunk}{rates})"
-    step = draw.randint(2, 5) if kind == "steps" else 1
-    pieces: list[range] = []
-    for residue in range(min(step, n)):
-        length = len(range(residue, n, step))
-        count = ranks - 1 if kind == "uneven" else draw.randint(0, ranks)
-        parts = ((residue + step * a, residue + step * b) for a, b in _parts(draw, length, count))
-        pieces += [range(start, stop, step) for start, stop in parts if start < stop]
     held: list[list[range]] = [[] for _ in range(ranks)]
-    holders = owners = range(ranks)
-    if kind == "empty":
-        holders = draw.sample(holders, draw.randint(1, ranks))
-    if kind != "uneven":
+    holders = draw.sample(held, draw.choice([ranks, draw.randint(1, ranks)]))
+    step = draw.randint(2, 5) if kind == "steps" else 1
+    for residue in range(min(step, n)):
+        tokens = range(residue, n, step)
+        for start, stop in _parts(draw, len(tokens), draw.randint(0, ranks)):
+            draw.choice(holders).extend([tokens[start:stop]] * (start < stop))
+    for pieces in held:
         draw.shuffle(pieces)
-        owners = [draw.choice(holders) for _ in pieces]
-    for owner, piece in zip(owners, pieces, strict=False):
-        held[owner].append(piece)
     return f"Layout({held}, {n})"

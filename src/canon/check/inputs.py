@@ -1,10 +1,8 @@
-"""Make the inputs of a case from documents, and the expected results."""
+"""Make the inputs of a case, and the expected results."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
 from math import prod
 from random import Random
 from typing import Any
@@ -12,46 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.check.cases import DTYPES, EXPRESSIONS, Case, Masks, Shape
-from canon.check.documents import Documents, projected
+from canon.check.cases import DTYPES, Case, Masks
 from canon.check.planted_values import hide, plant
-from canon.reference import Layout, Mask
 from canon.route.checks import Scale, default_scale
-from canon.testing.judge import Results, dense, oracle, orders
+from canon.testing.judge import Results, oracle, orders
 from canon.testing.latent_judge import (
     keys_of,
-    latent_dense,
     latent_oracle,
     latent_orders,
     latent_roundings,
 )
 from canon.testing.roundings import roundings
 
-LAST = 5  # queries of `decode_attention`
-FEW = 17  # queries
-MANY_KEYS = {
-    "few": 18_000,
-    "few in a window": 5_000,
-}  # at least: `canon.fast` cuts them into parts, the first on 4 ranks too
 
-
-def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x with the strides of ``shape``. ``heads_first``: heads before tokens."""
-    if shape.strides is not None:
-        return with_random_strides(x, Random(shape.strides))
-    if shape.contiguous:
+def placed(x: Tensor, strides: tuple[int, int] | None) -> Tensor:
+    """Return x, or a copy with axes in random order and gaps of NaN. ``strides``: a seed, and a
+    unit of the gaps. Beyond unit 1, the last axis stays the innermost one.
+    """
+    if strides is None:
         return x
-    # after each row
-    with_gaps = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 16)[..., : t.shape[-1]].copy_(t)
-    return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
-
-
-def with_random_strides(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy with axes in random order, and gaps of NaN."""
-    axes = list(range(x.dim()))
+    draw, unit = Random(strides[0]), strides[1]
+    axes = list(range(x.dim() - (unit > 1)))
     draw.shuffle(axes)
-    offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
-    sizes = [x.shape[axis] + gaps[axis] for axis in axes]
+    axes = [*axes, *range(len(axes), x.dim())]
+    offset, gaps = unit * draw.choice([0, 1, 8]), [unit * draw.choice([0, 0, 1, 8]) for _ in axes]
+    sizes = [x.shape[axis] + gap for axis, gap in zip(axes, gaps, strict=True)]
     memory = x.new_full((offset + prod(sizes),), torch.nan)
     whole = memory[offset:].view(sizes).permute([axes.index(axis) for axis in range(len(axes))])
     return whole[tuple(slice(n) for n in x.shape)].copy_(x)
@@ -78,66 +61,54 @@ class Inputs:
         return default_scale(self.q, self.scale, self.softcap)
 
 
-def with_latents(x: Inputs) -> Inputs:
-    """Return the same with a latent in k and k_rope in v."""
-    (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
-    rope = d // 4
-    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
-    return replace(x, k=x.k[..., :1, :], v=x.v[..., :1, :rope], up_weight=weight)
-
-
-def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return a projection from a latent to K and V."""
-    return torch.randn(shape, generator=generator) * shape[1] ** -0.5
-
-
-def with_projected_keys(x: Inputs) -> Inputs:
-    """Return the inputs with K and V in float64, as the oracle projects them."""
-    k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
-    return replace(x, k=k, v=v)
+def inputs(case: Case, device: str) -> Inputs:
+    """Return the inputs."""
+    return replace(_inputs(case.of_inputs, device), softcap=case.softcap)
 
 
 @lru_cache(maxsize=12)
-def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
-    documents, shape, dtype = _sequence(case.mask, documents), case.shape, DTYPES[case.dtype]
-    layout, tokens = Layout.zigzag(documents.tokens, 3), documents.tokens
-    each = [
-        projected(documents, layout, shape.heads, shape.widths, row)
-        for row in range(shape.batch or 1)
-    ]
-    q, k, v = (torch.stack(x) for x in zip(*each, strict=True))
-    generator = torch.Generator().manual_seed(1)
-    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
-    if dtype.itemsize == 2:
-        # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums
-        # shows
-        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
-        offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)[:, None, None]
-        v, dout = v + offset, dout + offset
+def _inputs(case: Case, device: str) -> Inputs:
+    mask, shape, dtype = case.masks, case.shape, DTYPES[case.dtype]
+    masks = mask if isinstance(mask, tuple) else (mask,) * (shape.batch or 1)
+    generator = torch.Generator().manual_seed(case.number)
+    normal = lambda *sizes: torch.randn(sizes, generator=generator)
+    (h, g), (d, dv), queries, keys = shape.heads, shape.widths, masks[0].queries, masks[0].keys
+    rank, rope = shape.latent or (0, 0)
+    of_keys = [(1, rank), (1, rope)] if rank else [(g, d), (g, dv)]
+    q, dout = (normal(len(masks), queries, h, width) for width in (d, dv))
+    k, v = (normal(len(masks), keys, *size) for size in of_keys)
+    if case.documents:  # an equal byte gives a similar token
+        text = torch.tensor(list(b"".join(case.documents.texts)))
+        q, k, v = ((x + normal(256, *x.shape[2:])[text[-x.shape[1] :]]) / 2**0.5 for x in (q, k, v))
+    if case.offset:
+        v, dout = (_with_offset(x, case) for x in (v, dout))
     if "cancelling" in case.mask:
         _cancel(q, k, v, 0.9 if "last" in case.mask else 0.4)
-    dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
-    sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
-    mask = mask_of(case.mask, documents)
-    masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
-    last = slice(tokens - masks[0].queries, tokens)
-    q, dout, dlse = q[:, last], dout[:, last], dlse[..., last]
-    q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
-    dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
-    x = with_hidden(case, mask, (q, k, v, dout, dlse), sink, device)
-    return with_latents(x) if case.has_latents else x
-
-
-def with_hidden(
-    case: Case, mask: Masks, tensors: Sequence[Tensor], sink: Tensor, device: str
-) -> Inputs:
-    """Return inputs of a batch, with hidden NaN and planted values."""
-    masks = mask if isinstance(mask, tuple) else (mask,) * len(tensors[0])
-    hide(masks, *tensors[:4])
+    dout = torch.zeros_like(dout) if case.used == "lse" else dout
+    q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+    wide = torch.promote_types(dtype, torch.float32)
+    dlse = 4 * normal(len(masks), h, queries).to(wide)
+    sink = 2 * normal(h).to(wide) + math.log(max(1, keys) / 4)
+    hide(masks, q, k, v, dout)
     if case.planted:
-        plant(case.planted, masks, tensors[:4])
-    packed = [x.to(device) if case.shape.batch else x[0].to(device) for x in tensors]
-    return Inputs(*packed, mask, case.shape.scale, sink.to(device))
+        plant(case.planted, masks, (q, k, v, dout))
+    dout = torch.ones_like(dout) if case.used == "sum" else dout
+    packed = [x.to(device) if shape.batch else x[0].to(device) for x in (q, k, v, dout, dlse)]
+    x = Inputs(*packed, mask, shape.scale, sink.to(device))
+    if not rank:
+        return x
+    weight = normal(h * (d - rope + dv), rank) * rank**-0.5
+    return replace(x, up_weight=weight.to(device, dtype))
+
+
+def _with_offset(x: Tensor, case: Case) -> Tensor:
+    """Add the offset in the outer quarters of each document, and subtract it in its middle half:
+    then the rounding of partial sums shows.
+    """
+    lengths = case.documents.lengths if case.documents else (x.shape[1],)
+    place = torch.cat([torch.arange(n) / max(1, n) for n in lengths])
+    place = place[len(place) - x.shape[1] :, None, None]
+    return x + torch.where((place < 0.25) | (place >= 0.75), case.offset, -case.offset)
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
@@ -151,93 +122,46 @@ def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
     v[:, heavy] = torch.tensor([6.0, -6.0])[:, None, None]
 
 
-def _sequence(mask: str, documents: Documents) -> Documents:
-    times = max(1, -(-MANY_KEYS.get(mask, 0) // documents.tokens))
-    return Documents(documents.names * times, documents.texts * times)
-
-
-def block_causal(lengths: Sequence[int]) -> Mask:
-    """Return a mask in which documents see themselves and earlier ones, except padding."""
-    blocks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    position = torch.arange(len(blocks)) / max(1, len(blocks))
-    q_valid = (position < 0.6) | (position > 0.7)
-    return Mask.block_causal(blocks, q_valid=q_valid, k_valid=(position < 0.65) | (position > 0.8))
-
-
-def tree(lengths: Sequence[int]) -> Mask:
-    """Return a tree with a node for each document, with a gap at its end."""
-    depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
-    parents = [
-        max((i for i in range(place) if depths[i] < depths[place]), default=-1)
-        for place in range(len(depths))
-    ]
-    nodes = [n - n // 8 for n in lengths]
-    return Mask.tree([*parents, -1], [*nodes, 0], [0, *accumulate(lengths)])
-
-
-def mask_of(name: str, documents: Documents) -> Masks:
-    """Return a mask over the documents."""
-    documents = _sequence(name, documents)
-    n = documents.tokens
-    names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
-    names |= {"ends": documents.cu_seqlens, "lengths": documents.lengths, "LAST": min(LAST, n)}
-    names |= {"last": range(max(0, n - LAST), n), "late": range(n - 2000, n - 2000 + FEW)}
-    return eval(EXPRESSIONS[name], names)
+def with_projected_keys(x: Inputs) -> Inputs:
+    """Return the inputs with K and V in float64, as the oracle projects them."""
+    k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
+    return replace(x, k=k, v=v)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Exact and honest results, and distances that widen the bounds."""
+    """Exact and honest results, and distances that widen the bounds: all of a random case, whose
+    tensors may have few elements, else those of a sink.
+    """
 
     exact: Any
     honest: list[Any]
     roundings: Results | None = None
 
 
-def judging(case: Case, x: Inputs) -> tuple[tuple[Callable[..., Any], ...], tuple]:
-    """Return oracle, orders, dense and roundings, and their arguments."""
-    tensors = [t for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
-    if case.function == "merge":
-        tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    functions = oracle, orders, dense, roundings
-    if case.has_latents:
-        functions = latent_oracle, latent_orders, latent_dense, latent_roundings
-    dlse, sink = x.dlse if case.has_dlse else None, x.sink if case.has_sink else None
-    return functions, (*tensors, x.mask, x.scaling, dlse, sink)
+def expected(case: Case, device: str) -> Expected:
+    """Return the expected results."""
+    options = tuple(x for x in case.options if x[0] in ("sink", "softcap"))
+    used = case.used if case.used in ("both", "lse", "sum") else "out"
+    return _expected(replace(case.of_inputs, options=options, used=used), device)
 
 
 @lru_cache(maxsize=12)
-def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
-    x, distances = source.inputs(case, device), None
-    (exact_of, several, *_), arguments = judging(case, x)
-    exact = exact_of(*arguments)
+def _expected(case: Case, device: str) -> Expected:
+    x = inputs(case, device)
+    tensors = [t for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
+    if case.function == "merge":
+        tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    functions = oracle, orders, roundings
+    if case.has_latents:
+        functions = latent_oracle, latent_orders, latent_roundings
+    dlse, sink = x.dlse if case.has_dlse else None, x.sink if case.has_sink else None
+    exact, honest, distances = (
+        partial(function, *tensors, x.mask, x.scaling, dlse, sink) for function in functions
+    )
+    found = Expected(exact(), honest())
+    if case.documents is None:
+        return replace(found, roundings=distances())
     if case.has_sink:
-        keys = with_projected_keys(x) if case.has_latents else x
-        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, None, x.sink
-        distances = type(exact)(dsink=roundings(*given)[-1])
-    return Expected(exact, several(*arguments), distances)
-
-
-@dataclass(frozen=True)
-class FromDocuments:
-    """The inputs and results of the fixed cases."""
-
-    documents: Documents
-
-    def mask(self, case: Case) -> Masks:
-        return mask_of(case.mask, self.documents)
-
-    def inputs(self, case: Case, device: str) -> Inputs:
-        return replace(_inputs(_key(case), self.documents, device), softcap=case.softcap)
-
-    def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        options = tuple(x for x in case.options if x[0] in ("sink", "softcap"))
-        used = "both" if case.has_dlse else "out"
-        return _expected(replace(_key(case), options=options, used=used), self, device)
-
-
-def _key(case: Case) -> Case:
-    """Return the case with the fields alone on which inputs depend."""
-    like = "latent_attention" if case.has_latents else "attention"
-    like = "merge" if case.function == "merge" else like
-    return Case(like, case.mask, case.dtype, case.shape, planted=case.planted)
+        return replace(found, roundings=type(found.exact)(dsink=distances()[-1]))
+    return found

@@ -63,36 +63,18 @@ def load(name: str) -> Any:
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
-    while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
-        last, frames = last.tb_next, frames[1:]
-    told = "".join(traceback.format_exception(type(error), error, last))
-    return ValueError(
-        f"cannot import {name}: it raises {type(error).__name__}: {error}\n{told.rstrip()}"
-    )
-
-
-def _of_import(file: str) -> bool:
-    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
+    frames = "".join(traceback.format_exception(error, limit=-2)).rstrip()  # the innermost two
+    return ValueError(f"cannot import {name}: it raises {type(error).__name__}: {error}\n{frames}")
 
 
 def uses_kernels(module: ModuleType) -> bool:
-    """Return whether the module, or one beside it, uses Triton or `canon.fast`."""
-    folder = Path(module.__file__ or "").resolve().parent
-    left, seen = [module], set()
-    while left:
-        one = left.pop()
-        if f"{one.__name__}.".startswith(("triton.", "canon.fast.")):
-            return True
-        beside = folder in Path(getattr(one, "__file__", None) or "/").resolve().parents
-        if one.__name__ in seen or not beside:
-            continue
-        seen.add(one.__name__)
-        for value in vars(one).values():
-            homes = (getattr(value, "__module__", None), type(value).__module__)
-            found = [sys.modules.get(home) for home in homes if isinstance(home, str)]
-            left += [home for home in (value, *found) if isinstance(home, ModuleType)]
-    return False
+    """Return whether the module is one of Triton or `canon.fast`, or has a value of these."""
+    homes = {
+        f"{getattr(x, name, '')}."
+        for x in (module, *vars(module).values())
+        for name in ("__name__", "__module__")
+    }
+    return any(home.startswith(("triton.", "canon.fast.")) for home in homes)
 
 
 def remarks(module: ModuleType, functions: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
-from canon.testing.judge import Masks, Results
+from canon.testing.judge import Masks, Results, seen_tokens
 
 VALUES, TENSORS = ("nan", "inf", "-inf"), ("q", "k", "v", "dout")
 REACH = {  # outside canon: the results that a value may reach at any token
@@ -34,20 +34,9 @@ REACH = {  # outside canon: the results that a value may reach at any token
 def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
     """Write NaN to queries and keys that no cell sees."""
     for row, mask in enumerate(masks):
-        for axis, both in enumerate(((q, dout), (k, v))):
-            unseen = unseen_tokens(mask, axis)
+        for seen, both in zip(seen_tokens(mask, "cpu"), ((q, dout), (k, v)), strict=True):
             for x in both:
-                x[row, unseen] = torch.nan
-
-
-def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return the queries that see no key (axis 0), or the keys that no query sees (1)."""
-    unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
-    for band in mask.bands:  # every row and column of a band is seen
-        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = (
-            False
-        )
-    return unseen
+                x[row, ~seen] = torch.nan
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
@@ -58,7 +47,7 @@ def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> Non
 
 
 def _planted_token(name: str, mask: Mask) -> Tensor:
-    seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
+    seen = seen_tokens(mask, "cpu")[name in ("k", "v")].nonzero().flatten()
     return seen[len(seen) // 2 :][:1]
 
 
@@ -101,18 +90,13 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
     return places
 
 
-def exempted(
-    got: Results, exact: Results, places: Any
-) -> tuple[Results, dict[str, tuple[int, int]]]:
-    """Replace values by the oracle's at ``places`` where only those are finite. Return by tensor
-    the numbers of these and of all finite values, too.
-    """
-    judged, found = [], {}
-    for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):
-        if mine is not None:
-            out = ~mine.to(true.device).isfinite() & true.isfinite() & place
-            if count := int(out.sum()):
-                found[name] = count, int(true.isfinite().sum())
-                mine = torch.where(out, true, mine.to(true))
-        judged.append(mine)
-    return type(got)(*judged), found
+def exempted(got: Results, exact: Results, places: Any) -> Any:
+    """Replace values by the oracle's at ``places`` where only those are finite."""
+
+    def judged(mine: Tensor | None, true: Tensor, place: Tensor) -> Tensor | None:
+        if mine is None:
+            return None
+        mine = mine.to(true.device)
+        return torch.where(~mine.isfinite() & true.isfinite() & place, true.to(mine.dtype), mine)
+
+    return type(got)(*map(judged, got, exact, places))

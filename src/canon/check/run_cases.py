@@ -7,32 +7,24 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from canon.check.case_runner import CaseFailed, CaseRunner
+from canon.check import warming
+from canon.check.case_runner import CaseFailed, CaseRunner, show
 from canon.check.cases import WHOLE, Case, declined_by
 from canon.testing import process_groups
 
-Show = Callable[[Iterable[dict[str, Any]]], None]
 PART = 4  # cases of a fork: neighbours share inputs
 _RESTARTS = 5  # new groups of processes after failures
-COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 LIMITS = {  # part of an error: the word of --features
     "unexpected keyword argument 'return_lse'": "no-lse",
     "unexpected keyword argument": "no-options",
@@ -40,106 +32,58 @@ LIMITS = {  # part of an error: the word of --features
 }
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with the results of the finished cases."""
-
-    @property
-    def results(self) -> list[dict[str, Any]]:
-        return self.args[0]
-
-
-def run_cases(
-    kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
-) -> list[dict[str, Any]]:
-    """Return the results of all cases, in order, from the function ``kind`` of `process_groups`.
-    Raises Interrupted at Ctrl-C.
+def run_groups(
+    kind: str, groups: Sequence[tuple[int, CaseRunner]], console: Console
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the results of pairs (ranks, runner), and whether Ctrl-C came: then those of the
+    finished cases. ``kind``: a function of `process_groups`.
     """
-    forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
     results: dict[str, Any] = {}
+    names = [case.name for _, runner in groups for case in runner.cases]
     try:
-        with _progress(before, total or len(runner.cases), verbose) as show:
+        if warming.worth_it(groups[0][1]):
+            console.print(warming.warm(groups), highlight=False)
+        for ranks, runner in groups:
+            forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
             if forks > 1:
-                _run_in_forks(forks, ranks, runner, results, show)
+                _run_in_forks(forks, ranks, runner, results)
             else:
-                _run(kind, ranks, runner, results, show)
+                _run(kind, ranks, runner, results)
     except KeyboardInterrupt:
-        raise Interrupted(_in_order(runner, results)) from None
-    return _in_order(runner, results)
+        console.print(f"[bold red]Interrupted: {len(results)} of {len(names)} cases have run.")
+        return [results[name] for name in names if name in results], True
+    return [results[name] for name in names], False
 
 
-def _in_order(runner: CaseRunner, results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [results[case.name] for case in runner.cases if case.name in results]
-
-
-@contextmanager
-def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
-    console, numbers = Console(stderr=True), count(before + 1)
-    with Progress(
-        *COLUMNS, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("checking", total=total, completed=before)
-
-        def show(results: Iterable[dict[str, Any]]) -> None:
-            for result, number in zip(results, numbers, strict=False):
-                progress.update(task, completed=number)
-                if verbose and not console.is_terminal:
-                    line = f"{number}/{total} {result['case']} {result['verdict']}"
-                    if result["verdict"] in ("disagrees", "failed"):  # a time limit may come next
-                        line += f": {shorten(result['faults'][0], 300, placeholder=' ...')}"
-                    print(line, file=sys.stderr, flush=True)
-
-        yield show
-
-
-def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show) -> None:
-    reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
-    results |= {
-        name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason
-    }
+def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> dict[str, Any]:
+    """Add the results to ``results``, and return it."""
+    for case in runner.cases:
+        if reason := declined_by(runner.backend, case):
+            results[case.name] = _without_run(case.name, "declined", reason)
     restarts = 0
-    show(results.values())
     while left := [case for case in runner.cases if case.name not in results]:
+        error = None
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
             rest = replace(runner, cases=tuple(left), sink=Path(folder) / "results")
             rest.sink.touch()
-            error = None
-            with _following(rest.sink, results, show):
-                try:
-                    process_groups.run(kind, rest, ranks, timeout=120 + 20 * len(left))
-                except (RuntimeError, TimeoutError) as raised:
-                    error = raised
+            try:
+                process_groups.run(kind, rest, ranks, timeout=120 + 20 * len(left))
+            except (RuntimeError, TimeoutError) as raised:
+                error = raised
+            finally:
+                found = map(json.loads, rest.sink.read_text().splitlines())
+                results.update((result["case"], result) for result in found)
         if error is None:
             break
         case = _failed_case(error, left, results)
+        results[case.name] = _failure(case, error)
+        show(results[case.name])
         restarts += kind != "threads"
-        found = [_failure(case, error)]
         if restarts > _RESTARTS:
-            others = (x for x in left if x is not case and x.name not in results)
-            found += [_failure(other, "not run: too many failures") for other in others]
-        results |= {result["case"]: result for result in found}
-        show(found)
-
-
-@contextmanager
-def _following(sink: Path, results: dict[str, Any], show: Show) -> Iterator[None]:
-    ended = threading.Event()
-
-    def follow() -> None:
-        read, last = 0, False
-        while not last:
-            last = ended.wait(0.3)
-            lines = sink.read_text().split("\n")[read:-1]
-            found, read = [json.loads(line) for line in lines], read + len(lines)
-            results.update((result["case"], result) for result in found)
-            show(found)
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        follower.join()
+            for other in left:
+                failure = _failure(other, "not run: too many failures")
+                results.setdefault(other.name, failure)
+    return results
 
 
 def _forks(cases: int) -> int:
@@ -148,22 +92,18 @@ def _forks(cases: int) -> int:
     return min(cores, cases // (4 * PART))
 
 
-def _run_in_forks(
-    forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show
-) -> None:
+def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> None:
     """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
     starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
     parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
     with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
-        submit = partial(pool.submit, run_cases, "threads", ranks, verbose=False)
-        futures = {submit(part): part for part in parts}
+        futures = {pool.submit(_run, "threads", ranks, part, {}): part for part in parts}
         try:
             for future in as_completed(futures):
                 error, cases = future.exception(), futures[future].cases
                 ended = isinstance(error, BrokenProcessPool)
-                found = [_failure(case, error) for case in cases] if ended else future.result()
-                results |= {result["case"]: result for result in found}
-                show(found)
+                failed = {case.name: _failure(case, error) for case in cases} if ended else {}
+                results |= failed or future.result()
         except KeyboardInterrupt:
             for child in multiprocessing.active_children():
                 child.terminate()

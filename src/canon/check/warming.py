@@ -5,22 +5,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from time import perf_counter
-from types import ModuleType
 
 from canon.check.case_runner import CaseRunner
 from canon.check.module_import import uses_kernels
 from canon.testing import process_groups
 
 
-def worth_it(device: str, module: ModuleType) -> bool:
+def worth_it(runner: CaseRunner) -> bool:
     """Return whether several cores can compile kernels of the module ahead."""
     return (
-        device == "cuda"
+        runner.device == "cuda"
         and (os.cpu_count() or 1) > 1
         and find_spec("triton") is not None
-        and uses_kernels(module)
+        and uses_kernels(import_module(runner.module))
         and hasattr(os, "fork")
     )
 
@@ -31,7 +31,8 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
-    identities = [(first.module, first.backend, first.source, names)]
+    documents = [case.documents for case in first.cases[:1]]
+    identities = [(first.module, first.backend, documents, names)]
     began = perf_counter()
     outcome = compile_ahead(partial(collect, list(groups)), identities)
     if outcome.complete:

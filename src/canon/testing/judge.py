@@ -362,23 +362,22 @@ def agreement(
     exact: Results,
     honest: Results | list[Results],
     roundings: Results | None = None,
-    spread: Results | None = None,
 ) -> Agreement:
     """Compare the errors of ``got`` and ``honest`` against ``exact``, for tensors that are there.
 
-    The distances of ``roundings`` widen the bounds. ``spread``: booleans, more places where ``got``
-    may be NaN or infinite. Raises ValueError if all tensors are None, or a shape is wrong."""
+    The distances of ``roundings`` widen the bounds. Raises ValueError if all tensors are None, or a
+    shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
-    for name, mine, true, size, more, *theirs in zip(
-        exact._fields, got, exact, roundings or none, spread or none, *honest, strict=True
+    for name, mine, true, size, *theirs in zip(
+        exact._fields, got, exact, roundings or none, *honest, strict=True
     ):
         if mine is not None:
             if mine.shape != true.shape:
                 raise ValueError(
                     f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}"
                 )
-            more_measures, more_faults = judged(name, mine.detach(), true, theirs, size, more)
+            more_measures, more_faults = judged(name, mine.detach(), true, theirs, size)
             measures += more_measures
             faults += more_faults
     if all(x is None for x in got):
@@ -392,7 +391,6 @@ def judged(
     exact: Tensor,
     honest: list[Tensor],
     roundings: Tensor | None = None,
-    spread: Tensor | None = None,
 ) -> tuple[list[Measure], list[str]]:
     """Return measures and faults of the tensor ``name`` (..., tokens, heads, width)."""
     kept, unseen, missing = honest[0].dtype, exact == -torch.inf, ~got.to(exact.device).isfinite()
@@ -403,13 +401,8 @@ def judged(
             f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at "
             f"{int(unseen.sum())}"
         ]
-    stray = (
-        missing & exact.isfinite()
-        if spread is None
-        else missing & exact.isfinite() & ~spread.to(exact.device)
-    )
-    if bool(stray.any()):
-        return wrong, [f"{name} has {int(stray.sum())} values that are not finite"]
+    if stray := int((missing & exact.isfinite()).sum()):
+        return wrong, [f"{name} has {stray} values that are not finite"]
     if hidden := int((~missing & ~exact.isfinite()).sum()):
         return wrong, [
             f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"
