@@ -131,7 +131,8 @@ def with_projected_keys(x: Inputs) -> Inputs:
 @dataclass(frozen=True)
 class Expected:
     """Exact and honest results, and distances that widen the bounds: all of a random case, whose
-    tensors may have few elements, else those of a sink.
+    tensors may have few elements, and in float32, where a sum of one element after another rounds
+    more than honest products; else those of a sink.
     """
 
     exact: Any
@@ -160,7 +161,7 @@ def _expected(case: Case, device: str) -> Expected:
         partial(function, *tensors, x.mask, x.scaling, dlse, sink) for function in functions
     )
     found = Expected(exact(), honest())
-    if case.documents is None:
+    if case.documents is None or case.dtype == "float32":
         return replace(found, roundings=distances())
     if case.has_sink:
         return replace(found, roundings=type(found.exact)(dsink=distances()[-1]))
