@@ -7,17 +7,20 @@ import pickle
 import threading
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from meshes import mesh
 from sharded import on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import backward, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
+from canon.fast.tables import device_plans
 from canon.masks.plan_cache import PLANS, PlanCache
 from canon.testing import process_groups
 from canon.testing.deterministic import deterministic
@@ -166,6 +169,40 @@ def test_a_data_loader_worker_prepares(context, planned):
         planned.clear()
         assert same_bits(computed(fast, "attention", None, {}, plans.mask), expected)
         assert not planned
+
+
+def test_a_data_loader_pins_plans_and_the_call_copies_no_table(monkeypatch):
+    """Clones stand for pinned tensors."""
+    found, pinned = fast.prepare("attention", MASK, device=H200, **SHAPES), {}
+
+    def pin(x):
+        made = x.clone()
+        return pinned.setdefault(made.data_ptr(), made)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() in pinned)
+    copy = pin_memory(found)
+    assert copy.mask is found.mask
+    assert [key for key, _ in copy.plans] == [key for key, _ in found.plans]
+    tables = [plan for _, plan in copy.plans if arrays_in(plan)]
+    assert tables
+    for x, y in zip(*(arrays_in([x.plans]) for x in (copy, found)), strict=True):
+        assert x.dtype == y.dtype
+        assert np.array_equal(x, y)
+        assert x.ctypes.data in pinned
+    uploads, number = [], len(pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **how: uploads.append((x, how)) or x)
+    for plan in tables:
+        device_plans.uploaded(plan, "cuda")
+    assert len(pinned) == number
+    assert all(x.is_pinned() and how == {"non_blocking": True} for x, how in uploads)
+
+
+def arrays_in(plan):
+    """Return the arrays of a plan, in order."""
+    if isinstance(plan, np.ndarray):
+        return [plan]
+    return [x for part in plan for x in arrays_in(part)] if isinstance(plan, (tuple, list)) else []
 
 
 def test_a_worker_does_not_start_cuda(monkeypatch):

@@ -127,6 +127,12 @@ class Liveness:
                 return f"call {last}: rank {rank} raised {error}"
         return ""
 
+    def first(self, alone: str) -> str:
+        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
+        with suppress(RuntimeError):
+            return self.store.compare_set("raised/first", "", alone).decode()
+        return alone
+
     def answer(self, calls: int) -> None:
         """Write the number of this rank's calls if another rank has reported a failure."""
         if self.store.check(["failure"]):
@@ -313,7 +319,7 @@ class GroupState:
             "The other ranks have not raised it, so their messages are lost: make a new "
             "process group."
         )
-        self.broken = RuntimeError(f"{alone}. {lost}")
+        self.broken = RuntimeError(f"{self.liveness.first(alone)}. {lost}")
         return self.broken
 
     def _abort(self, error: Exception) -> None:

@@ -123,7 +123,9 @@ class GatheredDigests:
     def wait(self) -> list[int]:
         """Wait for the digests. Raises RuntimeError if the all-gather fails."""
         self.work.wait()
-        return [x.item() for x in self.table]
+        digests = [x.item() for x in self.table]
+        del self.sent, self.table, self.work
+        return digests
 
     def check_processes(self) -> None:
         """Do nothing: the all-gather fails if a rank is lost."""

@@ -2,12 +2,14 @@
 
 data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
 queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
+thread of the loader      plans.pin_memory(), with DataLoader(pin_memory=True)
 training process          plans.load(), then a call with plans.mask and plans.layout
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,10 +38,25 @@ class PreparedPlans:
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)
 
+    def pin_memory(self) -> "PreparedPlans":
+        """Return the plans with their arrays in pinned memory: the call uploads them without a copy
+        on the host. `torch.utils.data.DataLoader(pin_memory=True)` calls it in its own thread.
+        """
+        return replace(self, plans=tuple((key, _pinned(plan)) for key, plan in self.plans))
+
     @property
     def nbytes(self) -> int:
         """About how many bytes the plans take on the host."""
         return sizes([plan for _, plan in self.plans])["cpu"]
+
+
+def _pinned(plan: Any) -> Any:
+    if isinstance(plan, np.ndarray):
+        return torch.from_numpy(plan).pin_memory().numpy()
+    if not isinstance(plan, tuple):
+        return plan
+    make = getattr(plan, "_make", tuple)  # of a named tuple
+    return make(map(_pinned, plan))
 
 
 def prepared_call(
