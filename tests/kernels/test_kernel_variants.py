@@ -257,7 +257,7 @@ def test_the_search_for_variants_does_not_load_pytorchs_compiler():
 @pytest.mark.parametrize("part", range(2))
 def test_random_calls_need_no_other_variant(part):
     models = MODELS[part::2]
-    most = 200 if sampling.ALL else 60
+    most = 200 if sampling.ALL else 100
     given = [(*x, x[8] == INVARIANT, 25 if x[8] == INVARIANT else most) for x in models]
     for found in ran(RANDOM_CALLS, given):
         assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
