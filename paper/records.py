@@ -24,7 +24,7 @@ PROFILER = "Nsight Compute"
 TEXTS = {
     "check_cut_off_two_h200.txt": ("5bdb6e8", "2026-11-28", "2 H200", "canon check"),
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
-    "tests_cpu.txt": ("424bfbf", "2026-11-28", "none", "make test"),
+    "tests_cpu.txt": ("1e2e883", "2026-11-29", "none", "make test"),
     "tests_h200.txt": ("42d9715", "2026-11-28", "1 and 2 H200", "pytest --gpu tests"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
     "forward_plain_h100.txt": ("c01975e", "2026-11-25", "1 H100", "canon bench tune"),
