@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-CACHE = Path.home() / ".cache" / "canon"  # of modules; Triton has a cache of its own
+CACHE = Path("~/.cache/canon")  # of modules; Triton has a cache of its own
 
 
 def optional_c_module(folder: Path, *names: str) -> ModuleType | None:
@@ -38,10 +38,11 @@ def c_module(*sources: Path, **options: Any) -> ModuleType:
 
 def _compiled(code: str, name: str) -> ModuleType:
     variables = sysconfig.get_config_vars()
-    made = CACHE / f"{name}-{sha256(code.encode()).hexdigest()}{variables['EXT_SUFFIX']}"
+    cache = CACHE.expanduser()  # raises without a home, which an import must not
+    made = cache / f"{name}-{sha256(code.encode()).hexdigest()}{variables['EXT_SUFFIX']}"
     if not made.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=CACHE) as folder:  # other processes see whole files only
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache) as folder:  # other processes see whole files only
             source, result = Path(folder, f"{name}.c"), Path(folder, made.name)
             source.write_text(code)
             command = *shlex.split(variables["LDSHARED"]), "-O3", "-fPIC"

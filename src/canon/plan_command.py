@@ -32,7 +32,7 @@ RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
-    add("--tokens", type=int, required=True, help="of the whole sequence")
+    add("--tokens", type=_tokens, required=True, help="of the whole sequence")
     add("--heads", default="32/8", metavar="H/G", help="query and key heads (default: 32/8)")
     add("--width", type=int, default=128, help="of a head (default: 128)")
     add("--gpus", type=int, required=True, help="in all")
@@ -53,6 +53,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         links = read_links(options.links) if options.links else ASSUMED
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
+    except FileNotFoundError as error:
+        remedy = "run canon bench links first, or leave --links out"
+        print(f"canon plan: there is no {error.filename}: {remedy}", file=sys.stderr)
+        return MISUSED
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
@@ -70,6 +74,15 @@ def run(options: argparse.Namespace) -> int:
     console.print(table(f"model; links: {source}", columns, cells))
     print(_recipe(rows[0], options))
     return 0
+
+
+def _tokens(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number: write it out, as 1048576"
+        ) from None
 
 
 def _gb(text: str) -> float:

@@ -43,7 +43,7 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
     (["--hosts", "0"], "--hosts 0: expected a divisor of the 8 GPUs"),
     (["--heads", "9/2"], "with h a multiple of g"),
     (["--links", __file__], "expected a record of canon bench links"),
-    (["--links", "absent.json"], "No such file or directory: 'absent.json'"),
+    (["--links", "absent.json"], "no absent.json: run canon bench links first, or leave --links"),
     *((["--memory", x], f"{x}: expected a number of GB above 0") for x in ("nan", "0", "-1")),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(words, text, capsys):
@@ -100,3 +100,8 @@ def test_a_model_of_several_hosts_states_that_no_link_was_measured(capsys):
     assert "by a model, no link between hosts was measured" in capsys.readouterr().out
     assert main([*SMALL, "--memory", "0.001"]) == 0
     assert "no plan fits" in capsys.readouterr().out
+
+
+def test_words_for_tokens_name_the_remedy(capsys):
+    assert main(["plan", "--tokens", "1M", "--gpus", "8"]) == 2
+    assert "'1M' is no whole number: write it out, as 1048576" in capsys.readouterr().err

@@ -42,6 +42,18 @@ def test_a_device_drops_its_own_least_recently_used_plans():
     assert cache.held == {"meta": 3000, "cpu": 30 + 6 * plan_cache.ENTRY}
 
 
+def test_an_eviction_on_a_device_does_not_look_at_the_plans_of_the_host(monkeypatch):
+    on_gpu = lambda: torch.empty(1000, dtype=torch.int8, device="meta")
+    cache = PlanCache(device_limit=2500)
+    for number in range(100):
+        cache.find(f"host {number}", lambda: 1)
+    monkeypatch.setattr(cache.plans, "items", lambda: pytest.fail("it scans"), raising=False)
+    for name in "abc":
+        cache.find(name, on_gpu)
+    assert "a" not in cache.plans
+    assert len(cache.plans) == 102
+
+
 def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
     cache = PlanCache(host_limit=100)
     first = cache.find("a", lambda: block(1000))

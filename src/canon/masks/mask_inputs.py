@@ -118,6 +118,12 @@ def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
 
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
     """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
+    if getattr(position_ids, "ndim", 1) == 3:
+        raise ValueError(
+            f"position_ids must be (n,) or (b, n), got {shown(position_ids)}: positions (3, b, n) "
+            "of a vision model do not count the tokens of documents, so use "
+            "Mask.documents(cu_seqlens)"
+        )
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):

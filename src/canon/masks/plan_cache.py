@@ -8,7 +8,7 @@ A plan (a local mask, a work table, an index on the device) is a pure function o
 
 import inspect
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -36,6 +36,8 @@ class PlanCache:
         self.limits = {"cpu": host_limit}
         self.device_limit = device_limit
         self.plans: OrderedDict[Hashable, tuple[Any, Counter]] = OrderedDict()
+        # keys of plans with bytes on a device: an eviction there must not scan those of the host
+        self.on: defaultdict[str, OrderedDict[Hashable, None]] = defaultdict(OrderedDict)
         self.held: Counter = Counter()  # bytes by device
         self.made = 0
         self.lock = threading.RLock()
@@ -55,6 +57,9 @@ class PlanCache:
             if (entry := self.plans.get(key)) is None:
                 return None
             self.plans.move_to_end(key)
+            if len(entry[1]) > 1:
+                for keys in self._of_devices(entry[1]):
+                    keys.move_to_end(key)
             return entry[0]
 
     def put(self, key: Hashable, plan: R) -> R:
@@ -67,29 +72,35 @@ class PlanCache:
             self.made += 1
             self.plans[key] = plan, size
             self.held += size
+            for keys in self._of_devices(size):
+                keys[key] = None
             for device in size:
-                self._shrink(device, key)
+                self._shrink(device)
         return plan
 
     def clear(self) -> None:
         """Drop every plan."""
         with self.lock:
             self.plans.clear()
+            self.on.clear()
             self.held.clear()
 
     def drop(self, key: Hashable) -> None:
         """Drop the plan of ``key``, if any."""
         with self.lock:
             if (entry := self.plans.pop(key, None)) is not None:
+                for keys in self._of_devices(entry[1]):
+                    del keys[key]
                 self.held -= entry[1]
 
-    def _shrink(self, device: str, newest: Hashable) -> None:
+    def _of_devices(self, size: Counter) -> list[OrderedDict[Hashable, None]]:
+        return [self.on[device] for device, held in size.items() if held and device != "cpu"]
+
+    def _shrink(self, device: str) -> None:
         """Drop the least recently used plans, but not the newest, down to the limit of a device."""
-        while self.held[device] > self.limits.get(device, self.device_limit):
-            oldest = next(key for key, (_, size) in self.plans.items() if size[device])
-            if oldest == newest:
-                return
-            self.drop(oldest)
+        keys = self.plans if device == "cpu" else self.on[device]
+        while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
+            self.drop(next(iter(keys)))
 
 
 PLANS = PlanCache()
