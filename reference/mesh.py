@@ -112,5 +112,5 @@ def sizes_of_row(call: Call) -> list[int]:
 
 @cached_plan
 def order_of_row(layout: Layout, heads: int, row: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return `arrival_order` on a device."""
+    """Return `arrival_order` on a device, or nothing if parts arrive by position."""
     return tuple(torch.from_numpy(x).to(device) for x in arrival_order(layout, heads, row))

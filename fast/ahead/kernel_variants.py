@@ -185,7 +185,7 @@ class Inputs:
 
 
 def whole_forward(inputs: Inputs) -> None:
-    """All keys."""
+    """Launch the forward for all keys."""
     _forward(inputs, inputs.model.dtype)
 
 
@@ -242,7 +242,7 @@ def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
 
 
 def few_queries_on_ranks(x: Inputs) -> None:
-    """The kernels of `decode_in_order`."""
+    """Launch the Hopper kernels of `decode_in_order`."""
     for kernels, _, y in slices_forced(x):
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
@@ -258,7 +258,7 @@ def few_queries_on_ranks(x: Inputs) -> None:
 
 
 def whole_backward(inputs: Inputs) -> None:
-    """One rank."""
+    """Launch the backward of one rank."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -269,7 +269,7 @@ def whole_backward(inputs: Inputs) -> None:
 
 
 def backward_parts(inputs: Inputs) -> None:
-    """Some keys."""
+    """Launch the backward for some keys, perhaps into the accumulation dtype."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -288,7 +288,7 @@ def backward_parts(inputs: Inputs) -> None:
 
 
 def masked_rows(x: Inputs) -> None:
-    """Launch Gluon's copies and fills."""
+    """Launch Gluon's copies and fills for masked rows."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
     from canon.fast.kernels.triton import rows
@@ -303,7 +303,7 @@ def masked_rows(x: Inputs) -> None:
 
 
 def merges(x: Inputs) -> None:
-    """Merges of parts."""
+    """Launch the merges of parts."""
     out, lse = x.out.to(x.model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
@@ -312,13 +312,13 @@ def merges(x: Inputs) -> None:
 
 
 def whole_merges(x: Inputs) -> None:
-    """`merge`, in both dtypes."""
+    """Launch `merge` in both dtypes."""
     for dtype, other in product(x.model.result_dtypes, x.model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(x: Inputs) -> None:
-    """Kernels of active queries."""
+    """Launch the kernels that take active queries."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -332,7 +332,7 @@ def active_rows(x: Inputs) -> None:
 
 
 def sinks(x: Inputs) -> None:
-    """A sink."""
+    """Launch the kernels of a sink."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
@@ -342,13 +342,13 @@ def sinks(x: Inputs) -> None:
 
 
 def rank_sums(x: Inputs) -> None:
-    """Sums of `strided_attention`."""
+    """Launch the sums over ranks of `strided_attention`."""
     for ranks, dtype, total in product(x.model.ranks, x.model.key_grad_dtypes, (x.k, x.v)):
         rows_for(x.q).sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
 
 def cast_rows(x: Inputs) -> None:
-    """Group collectives."""
+    """Launch the kernels of group collectives."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     # it can change the widths of `as_heads`
@@ -366,7 +366,7 @@ def cast_rows(x: Inputs) -> None:
 
 
 def exchanged_rows(x: Inputs) -> None:
-    """Messages of a mesh."""
+    """Launch the copies for messages of a mesh."""
     for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
         operations = rows_for(y)
         operations.copy_tokens(y, torch.empty_like(y))

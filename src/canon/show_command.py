@@ -101,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def drawn(arguments: argparse.Namespace) -> Any:
-    """Return the figure."""
+    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for
+    invalid arguments.
+    """
     from canon.show.style import plt
 
     plt.switch_backend("agg")  # a file needs no display

@@ -67,7 +67,7 @@ class Kernel:
 
 
 class LoadedKernel:
-    """A variant on a device."""
+    """A variant of a kernel, on the device of this index."""
 
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
         self.kernel, self.variant, self.device = kernel, variant, device

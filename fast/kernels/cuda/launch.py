@@ -153,7 +153,7 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkTable]:
-    """Return configuration and work table."""
+    """Return the configuration and the work table."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
     return config, work_table(

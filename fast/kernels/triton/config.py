@@ -17,7 +17,7 @@ from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes and launch options."""
+    """The tile sizes and launch options of a kernel."""
 
     rows: int
     columns: int

@@ -247,7 +247,7 @@ def merge(
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs."""
+    """Launch a kernel without MMAs on the tokens and heads of ``shape``."""
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -347,7 +347,7 @@ def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
 def plan(
     kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
-    """Return configuration and work table."""
+    """Return the configuration and work table of a kernel that visits ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, q, v, describable)
     if config.tma and not describable:  # only if `forced`

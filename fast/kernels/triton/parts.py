@@ -248,7 +248,7 @@ def sum_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Launch `merge_parts_kernel`."""
+    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}

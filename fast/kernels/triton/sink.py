@@ -103,7 +103,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Launch `sink_backward_kernel`."""
+    """Launch `sink_backward_kernel`. ``out`` is that of the keys."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

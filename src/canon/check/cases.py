@@ -202,7 +202,7 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of the tensors."""
+    """Heads, widths and strides of the tensors."""
 
     heads: tuple[int, int]
     widths: tuple[int, int]
@@ -395,7 +395,7 @@ def all_cases(dtypes: list[str], gpu: bool, documents: Documents | None = None) 
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Match the glob of `--only`."""
+    """Match a name with the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
@@ -427,7 +427,7 @@ def has_option(module: Any, function: str) -> bool:
 
 
 def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
-    """Return the error."""
+    """Return the error for a module without the functions."""
     return ValueError(
         f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
         "imports from canon do not count"
@@ -445,7 +445,7 @@ class Coverage:
 
 
 def covered(module: Any) -> Coverage:
-    """Return what cases test."""
+    """Return what the cases test of a module."""
     tried = {function for function, *_ in rows()}
 
     def public(half: Any) -> set[str]:

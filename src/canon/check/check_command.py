@@ -28,7 +28,7 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of arguments."""
+    """Return the type of an argument that is a whole number."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:
@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Return the exit status."""
+    """Run the check and return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:

@@ -48,7 +48,7 @@ def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """Return the table."""
+    """Return the table of the results."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "verdict"):
         shown.add_column(

@@ -147,7 +147,7 @@ WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", "fini
 
 
 def features(text: str) -> frozenset[str]:
-    """Return the words. Raises ValueError."""
+    """Return the words of ``--features``. Raises ValueError."""
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     if unknown := sorted(words - set(WORDS)):
         raise ValueError(

@@ -148,7 +148,7 @@ class Drawn(Case):
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """Evaluate an expression."""
+    """Evaluate a mask or a layout."""
     names = {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
     return eval(text, names)
 

@@ -26,7 +26,7 @@ RANKS = 8  # default for the largest number of ranks
 
 
 def record_of(module: str) -> Path:
-    """Return the default path."""
+    """Return the default path of a record."""
     return Path(f"canon-check/random.{module}.json")
 
 

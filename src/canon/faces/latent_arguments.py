@@ -72,7 +72,7 @@ def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
 
 
 def value_width(shapes: Sequence[torch.Size]) -> int | torch.SymInt:
-    """Return the width of V."""
+    """Return the width of V, which the latents are projected to."""
     return sizes_of(shapes[0], shapes[2], shapes[3]).value
 
 

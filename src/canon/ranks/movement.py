@@ -40,7 +40,7 @@ from canon.ranks.group import Group, place_in
 
 @untraced
 def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
-    """As `Layout.unshard`."""
+    """Return the full tensor, as `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
     with refused_together("unshard", group, ranks):
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
@@ -52,7 +52,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
 
 @untraced
 def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
-    """As `Layout.redistribute`."""
+    """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
@@ -193,7 +193,7 @@ def sharded_batch(
     cu_seqlens: Ints | Mask | None,
     dims: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
-    """As `Layout.shard_batch`."""
+    """Return this rank's part of the batch, as `Layout.shard_batch`."""
     dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     note_cut(layout, rank)

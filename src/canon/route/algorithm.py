@@ -86,7 +86,7 @@ class Declaration:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options with their defaults."""
+        """The options with their defaults, in the order of the signature."""
         return {name: parameter.default for name, parameter in self._options().items()}
 
     @cached_property

@@ -107,7 +107,7 @@ class Call:
 
     @property
     def value_width(self) -> int:
-        """The width of V."""
+        """The width of V, also where V is projected from other tensors."""
         return self.algorithm.declaration.value_width(self.shapes)
 
     @property

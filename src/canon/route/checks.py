@@ -335,5 +335,5 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 @cached_plan
 def cached(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)`` from a cache."""
+    """Return ``make(*sizes)``, a default mask or layout, from a cache."""
     return make(*sizes)

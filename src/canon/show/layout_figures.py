@@ -40,7 +40,7 @@ def bars(ax, values: list[float], ylabel: str) -> None:
 
 @styled
 def plot_layout(layout: "Layout", mask: Mask | None = None):
-    """Draw as `Layout.plot`."""
+    """Draw the rows of a mask in the colours of their ranks, as `Layout.plot`."""
     mask = Mask.causal(layout.tokens) if mask is None else mask
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(8.6, 4), width_ratios=[1.2, 1], layout="constrained"

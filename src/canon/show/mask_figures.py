@@ -58,7 +58,7 @@ def counted(number: int, noun: str) -> str:
 
 @styled
 def plot_mask(mask: "Mask", ax=None):
-    """Draw as `Mask.plot`."""
+    """Draw a mask of any size, and return the axes. See `Mask.plot`."""
     if ax is None:
         ax = plt.subplots(figsize=(4.6, 4.6), layout="constrained")[1]
     step = sample_step((mask.queries, mask.keys))

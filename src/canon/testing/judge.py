@@ -330,7 +330,7 @@ class Measure:
 
 
 def short(ratio: float) -> str:
-    """Return a ratio as text."""
+    """Return a ratio with two decimals, from 10^6 on as a power of ten."""
     return f"{ratio:.2f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 
