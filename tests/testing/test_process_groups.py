@@ -1,8 +1,10 @@
 """Claims about process groups: a program gives the same results on threads and on processes."""
 
+import ctypes
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,19 @@ def test_collectives(start):
         reduced = [30 + 3 * rank], [3 + 3 * rank]
         assert objects == [{"rank": r} for r in range(3)]
         assert found == [gathered, gathered, [3, 3], [2], *reduced, [1, 1]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_threads_have_left_the_process_when_the_group_has_ended():
+    """A fork would inherit the locks that their last C code holds: here that sleeps for 0.2 s."""
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    libc.pthread_key_create(ctypes.byref(key), libc.usleep)
+
+    def program():
+        libc.pthread_setspecific(key, ctypes.c_void_p(200_000))
+        return Path(f"/proc/self/task/{threading.get_native_id()}")
+
+    assert not any(task.exists() for task in process_groups.threads(program, 2))
 
 
 def test_backward_stays_in_the_thread_of_its_rank():

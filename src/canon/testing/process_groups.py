@@ -12,8 +12,10 @@ import contextvars
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -74,6 +76,7 @@ class _Threads:
                     if worker.ident is not None:  # it was started
                         ended.wait()
                         worker.join()
+                        _await_exit(worker)
         print_by_rank(["".join(texts) for texts in self.output.texts])
         for rank, error in self.failures.items():
             raise rank_error(rank, error) from error
@@ -104,6 +107,15 @@ class _Threads:
                     dist.destroy_process_group()
             finally:
                 self.ended[rank].set()
+
+
+def _await_exit(worker: threading.Thread) -> None:
+    """Wait until Linux has ended a joined thread. Before Python 3.13 `join` returns earlier: a
+    fork would inherit the locks of the thread's last C code, such as that of MKL's buffers.
+    """
+    task, start = Path(f"/proc/self/task/{worker.native_id}"), time.monotonic()
+    while task.exists() and time.monotonic() - start < 60:
+        time.sleep(0.001)
 
 
 @contextmanager
