@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from canon.masks.layout import TILE
 from canon.masks.mask import Mask
@@ -100,7 +101,12 @@ def slope_of(scores: Tensor, scale: Scale) -> Tensor | float:
 def over_visible(weights: Tensor, x: Tensor, visible: Tensor, all_finite: bool) -> Tensor:
     """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are
     multiplied cell by cell; with ``all_finite`` there are none.
+
+    A single column gets a zero beside it: alone, the BLAS of a CPU would add it in another order
+    for one head than for several.
     """
+    if x.shape[-1] == 1:
+        return over_visible(weights, pad(x, (0, 1)), visible, all_finite)[..., :1]
     if all_finite or (finite := x.isfinite()).all():
         return weights @ x
     rest = (~finite).any(-1).flatten(0, 1).any(0)

@@ -16,10 +16,11 @@ from invariant_worlds import (
     inputs,
     on_one_rank,
 )
-from sharded import assert_agrees
+from sharded import assert_agrees, whole
 
 from canon import Layout, fast, reference
 from canon.testing import process_groups
+from canon.testing.judge import Attended
 
 both_halves = pytest.mark.parametrize("half", HALVES)
 both_functions = pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
@@ -47,6 +48,24 @@ def test_ranks_return_the_bits_of_one_rank(half, ranks, mask, layout, heads, dty
     assert not different(
         one, attended(HALVES[half], function, mask, placed, tensors, backward=method)
     )
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 16), (16, 1)])
+def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, dv):
+    """A CPU's BLAS adds a product of one head and one column in another order than several."""
+    mask, first = MASKS["causal"], slice(0, 1)
+    tensors = whole(mask, h=2, g=2, d=d, dv=dv, dtype=dtype)
+    held = LAYOUTS["contiguous"](mask, 2)
+    one = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), tensors)
+    options = {"head_stride": 2, "forward_first_stride": 1}
+    got = attended(HALVES[half], "strided_attention", mask, held, tensors, **options)
+    assert not different(one, got)
+    alone = (*(x[:, :, first] for x in tensors[:4]), tensors[4][:, first])
+    got = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), alone)
+    of_first = Attended(*(x[:, first] if x.ndim == 3 else x[:, :, first] for x in one))
+    assert not different(of_first, got)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.torch.rows import delta
-from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
+from canon.fast.kernels.torch.tiles import Operands, product, row_tiles, visible
 from canon.fast.tables.cells import Cells
 from canon.route.checks import Scale, split_scale
 
@@ -61,7 +61,7 @@ def forward(
             used = above.masked_fill(above == -torch.inf, 0.0)
             p, shrink = s.sub_(used).exp_(), torch.exp(m - used)
             total = total * shrink + p.sum(-1, keepdim=True)
-            weighted = weighted * shrink + p @ operands.columns(v, step)
+            weighted = weighted * shrink + product(p, operands.columns(v, step))
             m = above
         blind = total == 0
         total = total.masked_fill(blind, 1.0)
@@ -108,7 +108,8 @@ def dq(
         for step in tile.steps:
             band = visible(tile, step, sums.shape[2] // q.shape[2], q.device)
             keys = operands.columns(k, step)
-            sums += _weights(*given, keys, operands.columns(v, step), band, scale)[1] @ keys
+            ds = _weights(*given, keys, operands.columns(v, step), band, scale)[1]
+            sums += product(ds, keys)
         dq[:, tile.start : tile.stop] = _by_head(sums, q, tile).transpose(1, 2)
 
 
@@ -141,13 +142,13 @@ def dkdv(
             band = visible(tile, step, keys.shape[2], q.device)
             given = [operands.columns(x, step) for x in (q, dout, lse, delta)]
             p, ds = _weights(*given, keys, values, None if band is None else band.mT, scale)
-            sums[0].add_(ds.mT @ given[0])
-            sums[1].add_(p.mT @ given[1])
+            sums[0].add_(product(ds.mT, given[0]))
+            sums[1].add_(product(p.mT, given[1]))
             if dq is not None:
                 # keys that no query sees may hold NaN
                 seen = keys if band is None else keys.masked_fill(~band.any(1)[:, None], 0.0)
                 dq[:, step.begin : step.end] += _by_head(
-                    ds @ seen, q, (step.begin, min(step.end, dq.shape[1]))
+                    product(ds, seen), q, (step.begin, min(step.end, dq.shape[1]))
                 ).transpose(1, 2)
         for total, written in zip(sums, (dk, dv), strict=True):
             by_owner = (

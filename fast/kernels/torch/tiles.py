@@ -87,6 +87,13 @@ def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tenso
     return cells
 
 
+def product(weights: Tensor, x: Tensor) -> Tensor:
+    """Return weights @ x. A single column gets a zero beside it: alone, the BLAS of a CPU would add
+    it in another order for one head than for several.
+    """
+    return weights @ x if x.shape[-1] != 1 else (weights @ pad(x, (0, 1)))[..., :1]
+
+
 class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
     width). A tensor with fewer than ``owners`` heads is repeated. If tiles are ``whole`` (128 x
