@@ -45,7 +45,6 @@ def test_ranks_return_the_bits_of_one_rank(half, ranks, mask, layout, heads, dty
     assert not different(one, attended(half, function, mask, placed, tensors, backward=method))
 
 
-@both_halves
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 16), (16, 1)])
 def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, dv):
@@ -53,12 +52,12 @@ def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, d
     mask, first = MASKS["causal"], slice(0, 1)
     tensors = whole(mask, h=2, g=2, d=d, dv=dv, dtype=dtype)
     held = LAYOUTS["contiguous"](mask, 2)
-    one = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), tensors)
+    one = attended(half, "attention", mask, Layout.contiguous(N, 1), tensors)
     options = {"head_stride": 2, "forward_first_stride": 1}
-    got = attended(HALVES[half], "strided_attention", mask, held, tensors, **options)
+    got = attended(half, "strided_attention", mask, held, tensors, **options)
     assert not different(one, got)
     alone = (*(x[:, :, first] for x in tensors[:4]), tensors[4][:, first])
-    got = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), alone)
+    got = attended(half, "attention", mask, Layout.contiguous(N, 1), alone)
     of_first = Attended(*(x[:, first] if x.ndim == 3 else x[:, :, first] for x in one))
     assert not different(of_first, got)
 
