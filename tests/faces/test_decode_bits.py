@@ -41,6 +41,20 @@ def test_tokens_decoded_one_by_one_have_the_bits_of_the_whole_forward(half, dtyp
         assert same_bits(got, (out[:, i : i + 1], lse[:, :, i : i + 1])), i
 
 
+@pytest.mark.parametrize("ends", [(256, 256, 300), (128, 256, 300), (300, 300)], ids=str)
+def test_ranks_that_divide_the_keys_have_the_bits_of_one(half, ends):
+    """A rank may have no keys. Query 290 sees a window, which begins inside a tile."""
+    q, k, v = inputs()
+    whole, rows = Mask.window(N, 150, 0), range(290, 294)
+    out, lse = half.attention(q, k, v, whole, rank_invariant=True, return_lse=True)
+    expected = out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop]
+    mask = whole.crop(queries=rows)
+    assert all(
+        same_bits(expected, got)
+        for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask)
+    )
+
+
 def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
     q, k, v = inputs(b=2)
     rows = slice(290, 294)
