@@ -40,8 +40,10 @@ from functools import partial
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from canon.faces import public_parts
+from canon.masks.layout import TILE
 from canon.masks.mask import Mask
 from canon.reference.tiles import (
     heads_first,
@@ -127,11 +129,13 @@ def tiled_backward(
     """Return the same from delta: the step of every backward pass. ``whole_tiles``: as
     `tiled_forward`.
     """
-    sizes = q.shape[1], k.shape[1], k.shape[1]
+    shapes = q.shape, k.shape, v.shape
     if whole_tiles:
         dout, q, k, v = map(in_whole_tiles, (dout, q, k, v))
-        lse = in_whole_tiles(lse, 2, -torch.inf)
-        delta = in_whole_tiles(delta, 2)
+        lse, delta = (
+            pad(x, (0, -x.shape[2] % TILE), value=value)
+            for x, value in ((lse, -torch.inf), (delta, 0))
+        )
         mask = mask_in_whole_tiles(mask)
     tiles = _Backward(mask, scale, q, k, v, dout, lse, delta, whole_tiles)
     keys_need_grad = any(needs_grad[1:])
@@ -142,8 +146,8 @@ def tiled_backward(
         dq = tiles.dq() if needs_grad[0] else None
         grads = dq, *(of_keys() if keys_need_grad else (None, None))
     return tuple(
-        x.transpose(1, 2)[:, :size].to(grad_dtype) if needed else None
-        for x, size, needed in zip(grads, sizes, needs_grad, strict=True)
+        x.transpose(1, 2)[:, : shape[1], :, : shape[3]].to(grad_dtype) if needed else None
+        for x, shape, needed in zip(grads, shapes, needs_grad, strict=True)
     )
 
 

@@ -72,7 +72,7 @@ def tiled_forward(
     ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not
     depend on other tokens. ``max_logits`` is raised to the largest visible score of each head.
     """
-    tokens = q.shape[1]
+    tokens, width = q.shape[1], v.shape[3]
     if whole_tiles:
         q, k, v, mask = *map(in_whole_tiles, (q, k, v)), mask_in_whole_tiles(mask)
     share, all_finite = q.shape[2] // k.shape[2], bool(v.isfinite().all())
@@ -103,7 +103,7 @@ def tiled_forward(
             some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf
         )
     out = out.transpose(1, 2).to(out_dtype)
-    return out[:, :tokens], lse[:, :, :tokens]
+    return out[:, :tokens, :, :width], lse[:, :, :tokens]
 
 
 def local_forward(

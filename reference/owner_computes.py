@@ -15,7 +15,8 @@ notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some hea
 
 Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
 another order. Equal bits need a matrix product that depends on its operands alone. The products of
-PyTorch on a CPU do, with one thread; on a GPU only for one ``head_stride``.
+PyTorch on a CPU do, with one thread and widths of a multiple of 8, to which others are filled up;
+on a GPU only for one ``head_stride``.
 
 Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype):
 

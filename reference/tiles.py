@@ -50,16 +50,16 @@ def visible_tiles(
         yield slice(outer.start, outer.stop), strip
 
 
-def in_whole_tiles(x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:
-    """Return x with ``value`` behind its tokens up to a multiple of 128. A product of other sizes
-    may add in another order.
+def in_whole_tiles(x: Tensor) -> Tensor:
+    """Return x (b, tokens, heads, width) with zeros behind its tokens, up to a multiple of 128, and
+    behind its columns, up to a multiple of 8.
+
+    A product of other sizes may add in another order. With other widths, the BLAS of a CPU adds a
+    row in an order that depends on its place, and a single column in one that depends on the number
+    of heads.
     """
-    missing = -x.shape[dim] % TILE
-    return (
-        torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), value)], dim)
-        if missing
-        else x
-    )
+    missing = -x.shape[1] % TILE, -x.shape[3] % 8
+    return pad(x, (0, missing[1], 0, 0, 0, missing[0])) if any(missing) else x
 
 
 def mask_in_whole_tiles(mask: Mask) -> Mask:
@@ -101,12 +101,7 @@ def slope_of(scores: Tensor, scale: Scale) -> Tensor | float:
 def over_visible(weights: Tensor, x: Tensor, visible: Tensor, all_finite: bool) -> Tensor:
     """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are
     multiplied cell by cell; with ``all_finite`` there are none.
-
-    A single column gets a zero beside it: alone, the BLAS of a CPU would add it in another order
-    for one head than for several.
     """
-    if x.shape[-1] == 1:
-        return over_visible(weights, pad(x, (0, 1)), visible, all_finite)[..., :1]
     if all_finite or (finite := x.isfinite()).all():
         return weights @ x
     rest = (~finite).any(-1).flatten(0, 1).any(0)

@@ -15,10 +15,11 @@ from invariant_worlds import (
     different,
     inputs,
     on_one_rank,
+    same_bits,
 )
 from sharded import assert_agrees, whole
 
-from canon import Layout, fast, reference
+from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 
@@ -66,6 +67,23 @@ def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, d
     got = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), alone)
     of_first = Attended(*(x[:, first] if x.ndim == 3 else x[:, :, first] for x in one))
     assert not different(of_first, got)
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 5, 6, 7, 9, 11])
+def test_a_query_has_its_bits_at_any_row_of_a_tile(half, dtype, width):
+    """A CPU's BLAS adds a row of such a width in an order that depends on its place."""
+    tokens = 2 * 128
+    q, k, v, *_ = whole(Mask.causal(tokens), h=2, g=1, d=width, dv=width, dtype=dtype)
+
+    def attended_from(start):
+        mask, options = Mask.causal(tokens - start, tokens), dict(return_lse=True)
+        return HALVES[half].attention(q[:, start:], k, v, mask, rank_invariant=True, **options)
+
+    out, lse = attended_from(0)
+    for start in (1, 130, tokens - 1):
+        assert same_bits(attended_from(start), (out[:, start:], lse[:, :, start:]))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.torch.rows import delta
-from canon.fast.kernels.torch.tiles import Operands, product, row_tiles, visible
+from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
 from canon.fast.tables.cells import Cells
 from canon.route.checks import Scale, split_scale
 
@@ -48,7 +48,7 @@ def forward(
     tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta or not out.shape[0]:
         return
-    q, k, v = map(operands.heads_first, (q, k, v))
+    q, k, v = operands.of_inputs(q, k, v)
     for tile in tiles:
         q_tile = operands.rows(q, tile)
         m = q_tile.new_full((*q_tile.shape[:3], 1), -torch.inf)
@@ -61,12 +61,12 @@ def forward(
             used = above.masked_fill(above == -torch.inf, 0.0)
             p, shrink = s.sub_(used).exp_(), torch.exp(m - used)
             total = total * shrink + p.sum(-1, keepdim=True)
-            weighted = weighted * shrink + product(p, operands.columns(v, step))
+            weighted = weighted * shrink + p @ operands.columns(v, step)
             m = above
         blind = total == 0
         total = total.masked_fill(blind, 1.0)
         rows = slice(tile.start, tile.stop)
-        out[:, rows] = _by_head(weighted / total, q, tile).transpose(1, 2)
+        out[:, rows] = _by_head(weighted / total, q, tile, out.shape[3]).transpose(1, 2)
         lse[:, :, rows] = _by_head(
             (m + total.log()).masked_fill(blind, -torch.inf), q, tile
         ).squeeze(-1)
@@ -101,16 +101,16 @@ def dq(
     tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta:
         return
-    q, k, v, dout, lse, delta = map(operands.heads_first, (q, k, v, dout, *_as_columns(statistics)))
+    q, k, v, dout = operands.of_inputs(q, k, v, dout)
+    lse, delta = map(operands.heads_first, _as_columns(statistics))
     for tile in tiles:
         given = [operands.rows(x, tile) for x in (q, dout, lse, delta)]
         sums = torch.zeros_like(given[0])
         for step in tile.steps:
             band = visible(tile, step, sums.shape[2] // q.shape[2], q.device)
             keys = operands.columns(k, step)
-            ds = _weights(*given, keys, operands.columns(v, step), band, scale)[1]
-            sums += product(ds, keys)
-        dq[:, tile.start : tile.stop] = _by_head(sums, q, tile).transpose(1, 2)
+            sums += _weights(*given, keys, operands.columns(v, step), band, scale)[1] @ keys
+        dq[:, tile.start : tile.stop] = _by_head(sums, q, tile, dq.shape[3]).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -134,7 +134,8 @@ def dkdv(
     tiles, operands = row_tiles(cells, True), Operands(cells, q, k, dk.shape[2])
     if q.is_meta:
         return
-    q, k, v, dout, lse, delta = map(operands.heads_first, (q, k, v, dout, *_as_columns(statistics)))
+    q, k, v, dout = operands.of_inputs(q, k, v, dout)
+    lse, delta = map(operands.heads_first, _as_columns(statistics))
     for tile in tiles:
         keys, values = operands.rows(k, tile), operands.rows(v, tile)
         sums = torch.zeros_like(keys), torch.zeros_like(values)
@@ -142,24 +143,26 @@ def dkdv(
             band = visible(tile, step, keys.shape[2], q.device)
             given = [operands.columns(x, step) for x in (q, dout, lse, delta)]
             p, ds = _weights(*given, keys, values, None if band is None else band.mT, scale)
-            sums[0].add_(product(ds.mT, given[0]))
-            sums[1].add_(product(p.mT, given[1]))
+            sums[0].add_(ds.mT @ given[0])
+            sums[1].add_(p.mT @ given[1])
             if dq is not None:
                 # keys that no query sees may hold NaN
                 seen = keys if band is None else keys.masked_fill(~band.any(1)[:, None], 0.0)
                 dq[:, step.begin : step.end] += _by_head(
-                    product(ds, seen), q, (step.begin, min(step.end, dq.shape[1]))
+                    ds @ seen, q, (step.begin, min(step.end, dq.shape[1]))
                 ).transpose(1, 2)
         for total, written in zip(sums, (dk, dv), strict=True):
             by_owner = (
-                total[:, :, : tile.stop - tile.start].unflatten(1, (written.shape[2], -1)).unbind(2)
+                total[:, :, : tile.stop - tile.start, : written.shape[3]]
+                .unflatten(1, (written.shape[2], -1))
+                .unbind(2)
             )
             written[:, tile.start : tile.stop] = sum(by_owner[1:], by_owner[0]).transpose(1, 2)
 
 
-def _by_head(x: Tensor, q: Tensor, tokens: Sequence) -> Tensor:
-    """Return x (b, g, share * rows, width) as (b, h, tokens, width)."""
-    return x.unflatten(2, (q.shape[2], -1)).flatten(1, 2)[:, :, : tokens[1] - tokens[0]]
+def _by_head(x: Tensor, q: Tensor, tokens: Sequence, width: int | None = None) -> Tensor:
+    """Return x (b, g, share * rows, columns) as (b, h, tokens, width)."""
+    return x.unflatten(2, (q.shape[2], -1)).flatten(1, 2)[:, :, : tokens[1] - tokens[0], :width]
 
 
 def _weights(

@@ -87,23 +87,24 @@ def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tenso
     return cells
 
 
-def product(weights: Tensor, x: Tensor) -> Tensor:
-    """Return weights @ x. A single column gets a zero beside it: alone, the BLAS of a CPU would add
-    it in another order for one head than for several.
-    """
-    return weights @ x if x.shape[-1] != 1 else (weights @ pad(x, (0, 1)))[..., :1]
-
-
 class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
     width). A tensor with fewer than ``owners`` heads is repeated. If tiles are ``whole`` (128 x
-    128), each query head has its own; else heads that share a key head are rows of one product.
+    128), each query head has its own, and widths are filled up with zeros to multiples of 8: the
+    BLAS of a CPU adds rows of other widths in an order that depends on their place, and a single
+    column in one that depends on the number of heads. Else heads that share a key head are rows of
+    one product.
     """
 
     def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):
         self.whole = cells.places is not None
         self.owners = q.shape[2] if self.whole else owners
         self.dtype = accumulate_dtype(q.dtype)
+
+    def of_inputs(self, *inputs: Tensor) -> list[Tensor]:
+        """Return q, k, v or dout with the width of a product."""
+        filled = lambda x: pad(x, (0, -x.shape[3] % 8)) if self.whole and x.shape[3] % 8 else x
+        return [self.heads_first(filled(x)) for x in inputs]
 
     def heads_first(self, x: Tensor) -> Tensor:
         x = x.transpose(1, 2).to(self.dtype)

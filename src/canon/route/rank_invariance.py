@@ -27,7 +27,7 @@ maximum of its first visible tile, and columns of o do not mix.
 
 Limits: o of -0 may become 0 in 3. A NaN reaches others in its tile (`canon.fast.kernels.triton`).
 On "cuda" bits also depend on the bands, because a tile is visited once for each. CPU products need
-one thread.
+one thread, and widths of a multiple of 8, to which others are filled up.
 """
 
 from collections.abc import Mapping
