@@ -211,8 +211,8 @@ FAULTS_BY_KIND = {
         "a query that sees a NaN gets 0": (
             "attention/sequences/inf in v",
             "local",
-            "return out[:, :tokens]",
-            "return out[:, :tokens].nan_to_num()",
+            "return out[:, :tokens, :, :width]",
+            "return out[:, :tokens, :, :width].nan_to_num()",
         ),
     },
 }

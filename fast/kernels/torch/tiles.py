@@ -102,7 +102,7 @@ class Operands:
         self.dtype = accumulate_dtype(q.dtype)
 
     def of_inputs(self, *inputs: Tensor) -> list[Tensor]:
-        """Return q, k, v or dout with the width of a product."""
+        """Return q, k, v or dout with heads first. Whole tiles have the width of a product."""
         filled = lambda x: pad(x, (0, -x.shape[3] % 8)) if self.whole and x.shape[3] % 8 else x
         return [self.heads_first(filled(x)) for x in inputs]
 
