@@ -6,6 +6,7 @@ compiles or simulates them, run them in Triton's interpreter: they lie in the fo
 simulator, or have the mark interpreted.
 """
 
+import copyreg
 import importlib
 import json
 import os
@@ -13,6 +14,7 @@ import shlex
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import sampling
@@ -29,6 +31,9 @@ SLOW = """
 test_compile test_compiled_graphs test_fsdp2_context_parallel test_gluon_order test_gluon_protocol
 test_kernel_variants test_planted_notebooks test_readme test_replayed_schedules test_swap_it_in
 """.split()  # noqa: SIM905
+
+# Programs of rank processes take modules, such as a half: these are pickled by their names.
+copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile(

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from sharded import DEVICE, on_this_rank, whole
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 
-HALVES = {"reference": reference, "fast": fast}
 N = 390  # three whole tiles of 128 tokens and a short one
 MASKS = {
     "causal": Mask.causal(N),
@@ -60,7 +59,7 @@ def on_one_rank(half, mask, heads, dtype, method="auto", batch=1) -> Attended:
     """Return the results of `attention`."""
     layout = Layout.contiguous(mask.queries, 1)
     return attended(
-        HALVES[half], "attention", mask, layout, inputs(mask, heads, dtype, batch), backward=method
+        half, "attention", mask, layout, inputs(mask, heads, dtype, batch), backward=method
     )
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from canon import Layout, Mask, fast, reference, training
+from canon import Layout, Mask, reference, training
 from canon.testing import process_groups
 
 pytestmark = pytest.mark.usefixtures("own_errors")
-HALVES = {"reference": reference, "fast": fast}
 LOCAL = "attention attention_forward attention_backward"
 PLACED = "ring_attention strided_attention magi_attention"
 DISTRIBUTED = f"{PLACED} zigzag_attention striped_attention"
@@ -421,11 +420,11 @@ def test_a_wrong_argument_is_named_on_every_rank(half, function):
         assert process_groups.threads(program, RANKS) == [[]] * RANKS
 
 
-def disagreements(name, functions):
+def disagreements(half, functions):
     """Return the disagreements that the error of this rank does not name, in first calls and after
     a known call.
     """
-    half, faults = HALVES[name], []
+    faults = []
     for function in functions:
         for change, message in of(DIFFERENT, function):
             start = time.monotonic()
@@ -437,15 +436,14 @@ def disagreements(name, functions):
     return faults
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_a_disagreement_of_the_ranks_is_named(name):
+def test_a_disagreement_of_the_ranks_is_named(half):
     """In threads for each function, and in processes over gloo for two of them."""
     functions = f"{DISTRIBUTED} latent_attention decode_attention redistribute {LOSSES}"
     for run, some in (
         (process_groups.threads, functions),
         (process_groups.processes, "ring_attention magi_attention"),
     ):
-        program = functools.partial(disagreements, name, some.split())
+        program = functools.partial(disagreements, half, some.split())
         assert run(program, RANKS) == [[]] * RANKS
 
 

@@ -5,6 +5,7 @@ table of cases leaves out.
 import pytest
 import torch
 from invariant_worlds import decoded
+from sharded import whole
 
 from canon import Mask
 
@@ -13,13 +14,10 @@ ENDS, QUERIES = [11, 11, 37], 3  # of the keys of three ranks; the second one ha
 LAST = Mask.ranges([(0, QUERIES)], [(0, 37)], ["causal"], queries=QUERIES, keys=37)
 
 
-def inputs(dtype=torch.float32):
+def inputs():
     """Return q and the keys and values of all ranks."""
-    draw = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(2, *shape, generator=draw).to(dtype)
-        for shape in ((QUERIES, 4, 8), (37, 2, 8), (37, 2, 5))
-    ]
+    q, k, v, *_ = whole(Mask.full(37), b=2, dv=5, dtype=torch.float32)
+    return [q[:, :QUERIES], k, v]
 
 
 def test_packed_queries_under_autocast_have_no_gradient(half):

@@ -6,6 +6,7 @@ import functools
 
 import invariant_worlds
 import pytest
+import sharded
 import torch
 import torch.distributed as dist
 from invariant_worlds import same_bits
@@ -19,10 +20,9 @@ from canon.testing import process_groups
 N = 300
 
 
-def inputs(dtype=torch.float32, b=1, h=4, g=2, d=16, dv=20):
-    draw = torch.Generator().manual_seed(0)
-    shapes = (N, h, d), (N, g, d), (N, g, dv)
-    return [torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes]
+def inputs(dtype=torch.float32, b=1):
+    tensors = sharded.whole(Mask.full(N), b=b, d=16, dv=20, dtype=dtype)
+    return [x.to(DEVICE) for x in tensors[:3]]
 
 
 decoded = functools.partial(invariant_worlds.decoded, rank_invariant=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sharded import all_equal
+from sharded import all_equal, whole
 
 from canon import Mask, fast
 from canon.fast.replay import recordings as prepared
@@ -13,11 +13,10 @@ N = 19
 MASK = Mask.ranges([(0, 7), (9, N)], [(0, 7), (3, N)], ["causal", "full"], queries=N, keys=N)
 
 
-def inputs(b=2, tokens=N, h=4, g=2, d=8, dv=5, dtype=torch.float64):
+def inputs(dtype=torch.float64):
     """Return q, k, v, the sink and dout."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = (b, tokens, h, d), (b, tokens, g, d), (b, tokens, g, dv), (h,), (b, tokens, h, dv)
-    return [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    *tensors, dout, dlse = whole(MASK, b=2, dv=5, dtype=dtype)
+    return [*tensors, dlse[0, :, 0], dout]
 
 
 def gradients(attend, leaves, dout):
@@ -59,12 +58,12 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
 @pytest.mark.parametrize("needed", [("sink",), ("q",), ("q", "k", "v")])
 def test_only_the_needed_gradients_are_returned(half, needed):
     *tensors, dout = inputs()
-    _, *whole = gradients(lambda *x: half.attention(*x[:3], sink=x[3]), tensors, dout)
+    _, *every = gradients(lambda *x: half.attention(*x[:3], sink=x[3]), tensors, dout)
     leaves = dict(zip(("q", "k", "v", "sink"), tensors, strict=True))
     for name in needed:
         leaves[name].requires_grad_()
     half.attention(**leaves).backward(dout)
-    for (name, x), grad in zip(leaves.items(), whole, strict=True):
+    for (name, x), grad in zip(leaves.items(), every, strict=True):
         assert x.grad is None if name not in needed else torch.equal(x.grad, grad), name
 
 

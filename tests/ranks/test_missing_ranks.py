@@ -21,7 +21,6 @@ import canon
 from canon import Mask, fast, reference
 from canon.ranks.agreement import group_state
 
-HALVES = {"reference": reference, "fast": fast}
 # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
 RANKS, LOST, TIMEOUT = 3, 1, 1.5
 MASK = Mask.documents([0, 7, 24])
@@ -47,7 +46,7 @@ def program(half, function, where, how):
     """Run two training steps of a function. The missing rank fails in the second one, before the
     pass ``where``.
     """
-    half, layout = HALVES[half], canon.Layout.contiguous(24, RANKS)
+    layout = canon.Layout.contiguous(24, RANKS)
     q, k, v = (torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2))
     others = {
         "unshard": lambda: layout.unshard(k, partial_grad=True),
@@ -133,16 +132,16 @@ def survivors(run, folder):
 @pytest.mark.parametrize(
     ("how", "half", "function", "where", "title"),
     [
-        (killed, "reference", "ring_attention", "forward", "ring_attention (forward)"),
-        (killed, "fast", "ring_attention", "backward", "ring_attention (backward)"),
-        (stopped, "fast", "strided_attention", "forward", "strided_attention (forward)"),
-        (late, "reference", "magi_attention", "backward", "magi_attention (backward)"),
-        (raises, "fast", "magi_attention", "backward", "magi_attention (backward)"),
-        (killed, "reference", "unshard", "forward", "unshard"),
-        (stopped, "reference", "unshard", "backward", "unshard (backward)"),
-        (killed, "reference", "redistribute", "backward", "redistribute"),
-        (stopped, "reference", "decode_attention", "forward", "decode_attention"),
-        (killed, "fast", "group_cast", "forward", "group_cast"),
+        (killed, reference, "ring_attention", "forward", "ring_attention (forward)"),
+        (killed, fast, "ring_attention", "backward", "ring_attention (backward)"),
+        (stopped, fast, "strided_attention", "forward", "strided_attention (forward)"),
+        (late, reference, "magi_attention", "backward", "magi_attention (backward)"),
+        (raises, fast, "magi_attention", "backward", "magi_attention (backward)"),
+        (killed, reference, "unshard", "forward", "unshard"),
+        (stopped, reference, "unshard", "backward", "unshard (backward)"),
+        (killed, reference, "redistribute", "backward", "redistribute"),
+        (stopped, reference, "decode_attention", "forward", "decode_attention"),
+        (killed, fast, "group_cast", "forward", "group_cast"),
     ],
 )
 def test_a_missing_rank_is_named(how, half, function, where, title, tmp_path):

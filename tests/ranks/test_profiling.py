@@ -11,15 +11,13 @@ from compiled import inputs
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask
 from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
 
-HALVES = {"reference": reference, "fast": fast}
 MASK, LAYOUT = Mask.documents([0, 5, 24]), Layout([[range(7)], [range(7, 24)]], 24)
 B, H, D, DV = 2, 4, 16, 12  # of `inputs`
 CELLS = B * H * int(MASK.dense().sum())
-both_halves = pytest.mark.parametrize("half", HALVES)
 
 
 def flops(program):
@@ -33,7 +31,6 @@ def flops(program):
     )
 
 
-@both_halves
 @pytest.mark.parametrize(
     "needs_grad", [(True, True, True), (True, False, False), (False, True, False)]
 )
@@ -47,10 +44,10 @@ def test_flops_are_those_of_the_visible_cells_and_the_needed_gradients(half, nee
         leaves,
         [x.detach()[:1].squeeze(0).requires_grad_(x.requires_grad) for x in leaves],
     ):
-        found = flops(lambda given=tensors: HALVES[half].attention(*given, MASK).sum().backward())
+        found = flops(lambda given=tensors: half.attention(*given, MASK).sum().backward())
         cells = CELLS if tensors is leaves else CELLS // B
         assert found == {"attention": 2 * cells * both, "attention_backward": 2 * cells * backward}
-    causal = flops(lambda: HALVES[half].attention(*leaves))
+    causal = flops(lambda: half.attention(*leaves))
     assert causal["attention"] == 2 * B * H * 24 * 25 // 2 * both
 
 
@@ -63,9 +60,7 @@ def names(program):
     )
 
 
-@both_halves
 def test_a_trace_names_passes_and_steps(half):
-    attn = HALVES[half]
     calls = {
         "ring_attention": ({}, 2),
         "strided_attention": ({"head_stride": 1}, 2),
@@ -74,7 +69,7 @@ def test_a_trace_names_passes_and_steps(half):
 
     def program(function, options):
         leaves = inputs(LAYOUT.size(dist.get_rank()))
-        run = lambda: getattr(attn, function)(*leaves, MASK, LAYOUT, **options).sum().backward()
+        run = lambda: getattr(half, function)(*leaves, MASK, LAYOUT, **options).sum().backward()
         run()
         dist.barrier()
         found = names(run) if dist.get_rank() == 0 else run()
@@ -87,18 +82,17 @@ def test_a_trace_names_passes_and_steps(half):
         assert found == expected | {f"canon step {step}": 2 for step in range(steps)}
 
 
-@both_halves
 def test_a_trace_names_public_functions(half):
-    attn, (q, k, v) = HALVES[half], inputs()
+    q, k, v = inputs()
     layout, labels = Layout.contiguous(24, 1), torch.zeros(2, 24, dtype=torch.int64)
 
     def program():
-        out, lse = attn.attention_forward(q.detach(), k.detach(), v.detach(), MASK)
-        attn.merge(out, lse, out, lse)
-        attn.decode_attention(q.detach(), k.detach(), v.detach())
-        attn.attention(q, k, v, MASK)
-        attn.dispatch(MASK, 2)
-        attn.cast_plan(MASK, LAYOUT)
+        out, lse = half.attention_forward(q.detach(), k.detach(), v.detach(), MASK)
+        half.merge(out, lse, out, lse)
+        half.decode_attention(q.detach(), k.detach(), v.detach())
+        half.attention(q, k, v, MASK)
+        half.dispatch(MASK, 2)
+        half.cast_plan(MASK, LAYOUT)
         layout.redistribute(layout.unshard(q), layout)
         sequence_loss(q[:, :, 0], labels)
         linear_sequence_loss(q[:, :, 0], k[0, :, 0], labels)

@@ -25,7 +25,6 @@ from canon.route import operators
 from canon.testing import process_groups
 
 TOKENS = 24
-HALVES = {"reference": reference, "fast": fast}
 TILED = 160  # tokens with rank_invariant: one rank holds 128, and the other one 32
 MASKS, LONG = (
     [Mask.documents([0, *ends, n]) for ends in ([], [5], [7, 9], [1, 2, 20])]
@@ -72,9 +71,7 @@ def distributed(half, backend, calls):
 
         def model(q, k, v, z, mask, *layout):
             under = {"sink": z} if sink else {}
-            out, lse = getattr(HALVES[half], name)(
-                torch.sin(q), k, v, mask, *layout, **options, **under
-            )
+            out, lse = getattr(half, name)(torch.sin(q), k, v, mask, *layout, **options, **under)
             return torch.cos(out) + 0 * z[:, None], lse
 
         compiled = compiled_once(model, backend)
@@ -88,7 +85,7 @@ def distributed(half, backend, calls):
             assert_same(found, expected, exact=backend != "inductor" and not sink)
 
         for mask in (
-            LONG[1:3] if tiled else MASKS if half == "reference" else MASKS[1:3]
+            LONG[1:3] if tiled else MASKS if half is reference else MASKS[1:3]
         ):  # Triton's interpreter is slow
             compare(
                 mask,
@@ -102,9 +99,9 @@ def distributed(half, backend, calls):
 @pytest.mark.parametrize(
     ("half", "backend", "calls"),
     [
-        ("reference", "aot_eager", SOME),
-        ("reference", "inductor", CALLS[::3]),
-        ("fast", "aot_eager", [*CALLS[1::3], OPTIONS[1], OPTIONS[3]]),
+        (reference, "aot_eager", SOME),
+        (reference, "inductor", CALLS[::3]),
+        (fast, "aot_eager", [*CALLS[1::3], OPTIONS[1], OPTIONS[3]]),
     ],
 )
 def test_one_graph_serves_all_masks_and_layouts_on_two_ranks(half, backend, calls):
@@ -152,7 +149,7 @@ def test_two_groups_in_one_graph_and_ranks_that_disagree(program, ranks):
 
 
 def local():
-    for half in HALVES.values():
+    for half in (reference, fast):
         for backend in ("eager", "aot_eager"):
 
             def model(q, k, v, mask, half=half):

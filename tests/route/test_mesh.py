@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import FIELDS, HALVES, MASKS, alone, mesh, over_mesh, sequence
+from meshes import FIELDS, MASKS, alone, mesh, over_mesh, sequence
 from sharded import close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,10 +46,6 @@ def agree(half, rows, heads, cases, first=0):
             torch.testing.assert_close(*both, rtol=0, atol=atol, msg=at.__add__)
 
 
-both_halves = pytest.mark.parametrize("half", HALVES)
-
-
-@both_halves
 @pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.parametrize(("rows", "heads"), MESHES)
 def test_every_schedule_returns_the_results_of_one_rank(half, rows, heads):
@@ -58,44 +54,41 @@ def test_every_schedule_returns_the_results_of_one_rank(half, rows, heads):
     process_groups.threads(program, rows * heads)
 
 
-def test_processes_over_gloo_return_the_results_of_one_rank():
-    for half in HALVES:
-        program = functools.partial(agree, half, 2, 2, cases_of(0))
-        process_groups.processes(program, 4)
+def test_processes_over_gloo_return_the_results_of_one_rank(half):
+    program = functools.partial(agree, half, 2, 2, cases_of(0))
+    process_groups.processes(program, 4)
 
 
 def other_inputs(half):
     """Compare a mask for each sequence, a checkpoint, packed tensors and decoding with one rank."""
-    module, group, layout = HALVES[half], mesh(2, 2), Layout.zigzag(37, 4)
+    group, layout = mesh(2, 2), Layout.zigzag(37, 4)
     (*qkv, dout, _), sink = sequence(MASKS["causal"])
     masks, shard = [MASKS["documents"], MASKS["full"]], lambda x: layout.shard(x, dist.get_rank())
     given, whole = ([f(x).clone().requires_grad_() for x in qkv] for f in (shard, torch.clone))
-    attend = functools.partial(module.magi_attention, group=group, sink=sink)
+    attend = functools.partial(half.magi_attention, group=group, sink=sink)
     out = checkpoint(attend, *given, masks, layout, use_reentrant=False)
     expected = reference.attention(*whole, masks, sink=sink)
     torch.autograd.backward((out, expected), (shard(dout), dout))
     close([out, *(x.grad for x in given)], map(shard, (expected, *(x.grad for x in whole))))
-    packed = module.ring_attention(*(shard(x)[1] for x in qkv), masks[0], layout, group=group)
+    packed = half.ring_attention(*(shard(x)[1] for x in qkv), masks[0], layout, group=group)
     close([packed], [shard(reference.attention(*qkv, masks[0]))[1]])
     q, k, v = qkv
-    decoded = module.decode_attention(q[:, :3], shard(k), shard(v), group=group)
+    decoded = half.decode_attention(q[:, :3], shard(k), shard(v), group=group)
     close([decoded], [reference.attention(q[:, :3], k, v, Mask.full(3, 37))])
 
 
-@both_halves
 def test_batches_of_masks_checkpoints_packed_tensors_and_decoding(half):
     process_groups.threads(functools.partial(other_inputs, half), 4)
 
 
-def one_call(part, rank, half="reference", mask=MASKS["causal"]):
+def one_call(part, rank, half=reference, mask=MASKS["causal"]):
     """Compare a call over a part of the ranks with one rank."""
     tensors, layout = sequence(MASKS["causal"])[0][:3], Layout.zigzag(37, 4)
     mine = [layout.shard(x, rank) for x in tensors]
-    out = HALVES[half].strided_attention(*mine, mask, layout, group=part)
+    out = half.strided_attention(*mine, mask, layout, group=part)
     close([layout.unshard(out, part)], [reference.attention(*tensors, mask)])
 
 
-@both_halves
 def test_a_slice_of_a_larger_mesh_is_a_mesh(half):
     """Both slices make calls, then one alone."""
 
@@ -146,16 +139,13 @@ DIFFERENT = {  # which ranks pass another mask or another mesh
 }
 
 
-@both_halves
 @pytest.mark.parametrize("part", DIFFERENT)
 def test_another_argument_raises_on_all_ranks_of_the_mesh(half, part):
     differs, mask, shape, message = DIFFERENT[part]
 
     def program():
         groups, tensors = {x: mesh(*x) for x in ((2, 2), shape)}, [torch.ones(1, 2, 4, 8)] * 3
-        call = functools.partial(
-            HALVES[half].ring_attention, *tensors, layout=Layout.contiguous(8, 4)
-        )
+        call = functools.partial(half.ring_attention, *tensors, layout=Layout.contiguous(8, 4))
         given = (mask, shape) if differs(dist.get_rank()) else (Mask.causal(8), (2, 2))
         with pytest.raises(ValueError, match=message):
             call(given[0], group=groups[given[1]])
@@ -179,7 +169,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     name, planted = PLANTED[fault]
     planted = functools.partial(planted, getattr(reference_mesh, name))
     monkeypatch.setattr(reference_mesh, name, planted)
-    program = functools.partial(agree, "reference", 2, 2, [("zigzag", "causal")])
+    program = functools.partial(agree, reference, 2, 2, [("zigzag", "causal")])
     with pytest.raises(RuntimeError, match="Tensor-likes are not close"):
         process_groups.threads(program, 4)
 
@@ -187,7 +177,6 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 # --- bytes, bits, FLOPs
 
 
-@both_halves
 def test_bytes_are_those_of_the_formulas(half, exchanged, monkeypatch):
     rows, heads, t, (h, g, both) = 2, 4, 8, (16, 4, 14)
     hops, send = [], ThreadGroup.send
@@ -203,10 +192,10 @@ def test_bytes_are_those_of_the_formulas(half, exchanged, monkeypatch):
     program = lambda: over_mesh(half, "ring", mask, layout, mesh(rows, heads), given)
     process_groups.threads(program, rows * heads)
     inside = [x[2].nbytes for x in exchanged if x[0] == 0]
-    assert len(inside) == (10 if half == "reference" else 4)
+    assert len(inside) == (10 if half is reference else 4)
     # both passes: out, lse, q, k, v and their gradients; all but the part of the own column leaves
     # v of 24 bytes to 16 bytes; out and lse of 112 bytes to 16 elements
-    padding = {"reference": 0, "fast": 2 * heads * t * (8 + 16)}[half]
+    padding = 0 if half is reference else 2 * heads * t * (8 + 16)
     assert sum(inside) == 2 * t * 4 * ((h + g) * both + h) + padding
     assert sum(hops) == 3 * (rows - 1) * t * g * both * 4  # K, V twice; dk, dv once
 
@@ -230,7 +219,6 @@ def bits(half, schedule, rows, heads):
     return process_groups.threads(program, rows * heads)[0]
 
 
-@both_halves
 @pytest.mark.parametrize("schedule", ["strided", "magi, one step"])
 def test_rank_invariant_bits_are_those_of_one_rank(half, schedule):
     one = bits(half, schedule, 1, 1)
@@ -238,7 +226,6 @@ def test_rank_invariant_bits_are_those_of_one_rank(half, schedule):
         assert all(map(torch.equal, bits(half, schedule, *shape), one)), shape
 
 
-@both_halves
 def test_operators_return_the_same_and_count_the_flops_of_one_rank(half):
     mask, layout = MASKS["documents"], Layout.zigzag(37, 4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiled import assert_same, compiled_once, inputs, results
-from meshes import HALVES, mesh
+from meshes import mesh
 from short_waits import shorten_waits
 
 from canon import Layout, Mask, reference
@@ -24,11 +24,11 @@ CALLS = [
 
 def compiled(half):
     """Compile calls over a mesh, and compare them with eager calls."""
-    group, module, size = mesh(2, 2), HALVES[half], LAYOUT.size(dist.get_rank())
-    for name, options in CALLS if half == "reference" else CALLS[1:]:
+    group, size = mesh(2, 2), LAYOUT.size(dist.get_rank())
+    for name, options in CALLS if half is reference else CALLS[1:]:
 
         def model(q, k, v, mask, name=name, options=options):
-            return getattr(module, name)(
+            return getattr(half, name)(
                 torch.sin(q), k, v, mask, LAYOUT, group=group, return_lse=True, **options
             )
 
@@ -36,12 +36,11 @@ def compiled(half):
         given = inputs(size), Mask.documents([0, 5, 24])
         assert_same(results(once, *given), results(model, *given), exact=True)
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    keep = lambda *qkv: module.magi_attention(*qkv, None, LAYOUT, group=group, keep_kv=True)
+    keep = lambda *qkv: half.magi_attention(*qkv, None, LAYOUT, group=group, keep_kv=True)
     with pytest.raises(NotImplementedError, match="over a mesh keeps no tensors"):
         compiled_once(keep, "aot_eager")(*inputs(size))
 
 
-@pytest.mark.parametrize("half", HALVES)
 def test_a_compiled_call_returns_the_bits_of_an_eager_one(half):
     process_groups.processes(functools.partial(compiled, half), 4, timeout=300)
 

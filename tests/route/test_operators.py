@@ -16,12 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, reference
 from canon.route import operators
 from canon.route.algorithm import DECLARATIONS
 from canon.testing import process_groups
 
-HALVES = {"reference": reference, "fast": fast}
 MASK = Mask.documents([0, 5, 24])
 COMMON = dict(scale=None, softcap=2.0, reduce_dtype=None, backward="auto", return_max_logits=True)
 OPTIONS = {
@@ -46,7 +45,6 @@ OPTIONS = {
         dict(COMMON, rank_invariant=True, casts=1, own_keys_first=False, keep_kv=True),
     ],
 }
-both_halves = pytest.mark.parametrize("half", HALVES)
 
 
 def tensors_of(function):
@@ -62,12 +60,11 @@ def tensors_of(function):
 
 
 @pytest.mark.sweep
-@both_halves
 @pytest.mark.parametrize(
     "case", [f"{name} {place}" for name in OPTIONS for place in range(len(OPTIONS[name]))]
 )
 def test_opcheck_accepts_every_operator(half, case):
-    function, place = case.split()
+    name, (function, place) = half.__name__.removeprefix("canon."), case.split()
     operator, given = getattr(torch.ops.canon, function).default, OPTIONS[function][int(place)]
     layout, has_layout = Layout.contiguous(24, 1), function != "attention"
     tensors = tensors_of(function)
@@ -75,12 +72,12 @@ def test_opcheck_accepts_every_operator(half, case):
     # the group, and needs_grad
     options += [] if function == "attention" else ["", [True] * len(tensors)]
     torch.library.opcheck(
-        operator, (*tensors, MASK, True, layout, has_layout, half, None, *options)
+        operator, (*tensors, MASK, True, layout, has_layout, name, None, *options)
     )
     if place != "0" and not sampling.ALL:
         return
     packed = [x.detach()[0].requires_grad_() if x.ndim == 4 else x for x in tensors]
-    torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
+    torch.library.opcheck(operator, (*packed, MASK, False, layout, False, name, None, *options))
 
 
 def test_opcheck_leaves_no_operator_out():
@@ -125,11 +122,10 @@ KINDS = {
 }
 
 
-@both_halves
 @pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention"])
 def test_a_saved_operator_sends_no_messages_again(half, function, sent):
     def program(kind):
-        attend = getattr(HALVES[half], function)
+        attend = getattr(half, function)
         layer = lambda q, k, v: torch.sin(attend(torch.sin(q), k, v, MASK, Layout.zigzag(24, 2)))
         leaves = inputs(12, seed=dist.get_rank())
         out = layer(*leaves) if KINDS[kind] is None else checkpoint(layer, *leaves, **KINDS[kind])
@@ -155,9 +151,8 @@ def test_a_saved_operator_sends_no_messages_again(half, function, sent):
 # --- other modes
 
 
-@both_halves
 def test_a_mode_sees_one_operator_for_each_pass(half):
-    attend = HALVES[half].attention
+    attend = half.attention
     leaves = inputs()
     graph = make_fx(lambda *x: torch.autograd.grad(attend(*x, MASK).sum(), x), tracing_mode="fake")(
         *leaves

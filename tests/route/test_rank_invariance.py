@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from hopper import HOPPER_ONLY, hopper
 from invariant_worlds import (
-    HALVES,
     LAYOUTS,
     MASKS,
     N,
@@ -23,11 +22,9 @@ from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 
-both_halves = pytest.mark.parametrize("half", HALVES)
 both_functions = pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
 
 
-@both_halves
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout", "heads", "dtype", "method"),
     [
@@ -46,12 +43,9 @@ def test_ranks_return_the_bits_of_one_rank(half, ranks, mask, layout, heads, dty
     function = "magi_attention" if layout == "dispatch" else "strided_attention"
     one = on_one_rank(half, mask, heads, dtype, method)
     placed, tensors = LAYOUTS[layout](mask, ranks), inputs(mask, heads, dtype)
-    assert not different(
-        one, attended(HALVES[half], function, mask, placed, tensors, backward=method)
-    )
+    assert not different(one, attended(half, function, mask, placed, tensors, backward=method))
 
 
-@both_halves
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("d", "dv"), [(1, 1), (1, 16), (16, 1)])
 def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, dv):
@@ -59,12 +53,12 @@ def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, d
     mask, first = MASKS["causal"], slice(0, 1)
     tensors = whole(mask, h=2, g=2, d=d, dv=dv, dtype=dtype)
     held = LAYOUTS["contiguous"](mask, 2)
-    one = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), tensors)
+    one = attended(half, "attention", mask, Layout.contiguous(N, 1), tensors)
     options = {"head_stride": 2, "forward_first_stride": 1}
-    got = attended(HALVES[half], "strided_attention", mask, held, tensors, **options)
+    got = attended(half, "strided_attention", mask, held, tensors, **options)
     assert not different(one, got)
     alone = (*(x[:, :, first] for x in tensors[:4]), tensors[4][:, first])
-    got = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), alone)
+    got = attended(half, "attention", mask, Layout.contiguous(N, 1), alone)
     of_first = Attended(*(x[:, first] if x.ndim == 3 else x[:, :, first] for x in one))
     assert not different(of_first, got)
 
@@ -105,7 +99,6 @@ def test_gluon_returns_the_bits_of_one_rank(ranks, mask, layout):
     assert_agrees(got, mask, *tensors)
 
 
-@both_halves
 @both_functions
 @pytest.mark.parametrize(
     "needed", [(True, False, False), (False, True, True), (False, False, True)]
@@ -122,7 +115,7 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
             layout.shard(x, rank).requires_grad_(wanted)
             for x, wanted in zip(qkv, needed, strict=True)
         )
-        attend = getattr(HALVES[half], function)
+        attend = getattr(half, function)
         out, lse = attend(q, k, v, mask, layout, rank_invariant=True, return_lse=True)
         torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
         return [None if x.grad is None else layout.unshard(x.grad) for x in (q, k, v)]
@@ -133,13 +126,12 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
         assert grad is None or torch.equal(grad, expected)
 
 
-@both_halves
 @both_functions
 def test_the_default_layout_has_whole_tiles(half, function):
     mask, layout = MASKS["causal"], Layout.contiguous(N, 2, 128)
     assert layout != Layout.contiguous(N, 2)
     tensors = inputs(mask, "multi-head", torch.float32)
-    got = attended(HALVES[half], function, mask, layout, tensors, layout=None)
+    got = attended(half, function, mask, layout, tensors, layout=None)
     assert not different(on_one_rank(half, mask, "multi-head", torch.float32), got)
 
 
