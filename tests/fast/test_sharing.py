@@ -36,7 +36,11 @@ def forward(q, k, v, out, lse, cells):
 
 
 def recorded():
-    return [x for x, _ in PLANS.plans.values() if isinstance(x, recordings.PreparedPass)]
+    return [
+        entry.plan
+        for entry in PLANS.plans.values()
+        if isinstance(entry.plan, recordings.PreparedPass)
+    ]
 
 
 MASKS = {

@@ -16,7 +16,7 @@ from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
 from canon.route.algorithm import Algorithm
-from canon.route.autograd import Attention, check_differentiation
+from canon.route.autograd import Attention, check_differentiation, forward_pass
 from canon.route.call import Arguments, Place, call_of, mask_and_layout, place_of
 from canon.route.checks import (
     autocast_dtype,
@@ -71,17 +71,20 @@ def attend(
     else:
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
+        grads = torch.is_grad_enabled()
+        needs_grad = tuple([grads and x.requires_grad for x in tensors])
         if call.ranks > 1:
-            grads = torch.is_grad_enabled()
-            call.agree("forward", tuple([grads and x.requires_grad for x in tensors]))
+            call.agree("forward", needs_grad)
         if sink is not None:
             check_sink(q, sink)  # the ranks agree on its kind
         check_differentiation(*tensors)
+        given = batched(*tensors) if q.ndim == 3 else tensors
+        if True in needs_grad:
+            out, lse, max_logits = Attention.apply(call, *given)
+        else:  # a graph would cost as much host time as the pass
+            out, lse, max_logits, *_ = forward_pass(call, given)
         if q.ndim == 3:
-            out, lse, max_logits = Attention.apply(call, *batched(*tensors))
             out, lse = out.squeeze(0), lse.squeeze(0)
-        else:
-            out, lse, max_logits = Attention.apply(call, *tensors)
     if sink is not None:
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.side.under_sink
         out = under_sink(out, lse, sink)

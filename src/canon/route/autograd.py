@@ -39,16 +39,18 @@ def check_differentiation(*tensors: Tensor | None) -> None:
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
+def forward_pass(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Return what `Call.forward` does, outside of a graph."""
+    with surroundings(tensors[0], call, "forward"):
+        return call.forward(tensors)
+
+
 class Attention(torch.autograd.Function):
     """Both passes: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        q = tensors[0]
-        with surroundings(q, call, "forward"):
-            maxima = call.maxima(q)
-            out, lse, *others = call.passes[0](call, *tensors, **maxima)
-            max_logits = call.largest(**maxima)
+        out, lse, max_logits, *others = forward_pass(call, tensors)
         own = () if call.columns > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
         ctx.save_for_backward(*own, *others)
         ctx.call = call

@@ -110,7 +110,7 @@ class Call:
         """The width of V, also where V is projected from other tensors."""
         return self.algorithm.declaration.value_width(self.shapes)
 
-    @property
+    @cached_property
     def passes(self) -> Passes:
         """Both passes. Those of a mesh exchange heads and run `computed`."""
         algorithm = self.algorithm
@@ -139,18 +139,20 @@ class Call:
             mesh=None,
         )
 
-    def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument of the forward pass for the largest scores (h,), if any."""
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return out, lse, the largest score of each head (h,) over all ranks or None, and what
+        else the backward pass needs.
+        """
+        attended = self.passes[0]
         if not self.options["return_max_logits"]:
-            return {}
-        shape = q.shape[2:3]
-        return {"max_logits": torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)}
-
-    def largest(self, max_logits: Tensor | None = None) -> Tensor | None:
-        """Return the largest score of each head (h,) over all ranks."""
-        if max_logits is not None and self.ranks > 1:
-            dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
-        return max_logits
+            out, lse, *others = attended(self, *tensors)
+            return out, lse, None, *others
+        heads, device = tensors[0].shape[2], tensors[0].device
+        largest = torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
+        out, lse, *others = attended(self, *tensors, max_logits=largest)
+        if self.ranks > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return out, lse, largest, *others
 
     @property
     def nbytes(self) -> int:

@@ -131,9 +131,7 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
                 f"{declaration.keeps} out"
             )
         tensors = batched(*tensors)
-        maxima = call.maxima(tensors[0])
-        out, lse, *kept = call.passes[0](call, *tensors, **maxima)
-        max_logits = call.largest(**maxima)
+        out, lse, max_logits, *kept = call.forward(tensors)
         kept = [] if call.columns > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
     results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
