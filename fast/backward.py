@@ -24,8 +24,9 @@ Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 
 from collections.abc import Hashable
+from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,10 +97,13 @@ def gradients(
     come together. ``kind``: as in `replayed`, except for the gradients.
     """
     grads = empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
-    given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
-    kind = None if kind is None else (kind, how)
-    replayed(_gradients, given, cells, scale, how, kind=kind)
+    given = dout, q, k, v, out, lse, dlse, *grads
+    replayed(_gradients_now, given, cells, scale, method, kind=kind)
     return grads
+
+
+def _gradients_now(*given: Any) -> None:
+    _gradients(*given[:-1], method_now(given[-1]))
 
 
 def _gradients(
@@ -122,16 +126,9 @@ def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv."""
-    dq = _empty_like(q, dtype) if needs_grad[0] else None
-    return (
-        (dq, _empty_like(k, dtype), _empty_like(v, dtype))
-        if needs_grad[1] or needs_grad[2]
-        else (dq, None, None)
-    )
-
-
-def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    empty = partial(torch.empty_like, dtype=dtype, memory_format=torch.contiguous_format)
+    dq = empty(q) if needs_grad[0] else None
+    return (dq, empty(k), empty(v)) if needs_grad[1] or needs_grad[2] else (dq, None, None)
 
 
 def plan_gradients(

@@ -300,7 +300,7 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
     except (AttributeError, RuntimeError, TypeError):
         return None
     # the kernels of `compile_for` depend on the switch
-    return *key, torch.are_deterministic_algorithms_enabled(), algorithm.side.settings(key)
+    return *key, torch._C._get_deterministic_algorithms(), algorithm.side.settings(key)
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
