@@ -103,7 +103,8 @@ attention_backward = public_parts.attention_backward(gradients)
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype."""
     accumulate = accumulate_dtype(out.dtype)
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
+    product = (dout.to(accumulate) * out.to(accumulate)).contiguous()  # strides may change bits
+    delta = product.sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse
 
 

@@ -216,7 +216,12 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(own_keys_first=1),
         "own_keys_first must be True or False, got",
     ),
-    ("magi_attention", dict(keep_kv=[1]), "unhashable"),
+    ("magi_attention", dict(keep_kv=[1]), "keep_kv must be True or False, got [1]"),
+    (
+        f"attention {DISTRIBUTED} latent_attention decode_attention",
+        dict(return_lse="yes"),
+        "return_lse must be True or False, got 'yes'",
+    ),
     (GROUPS, dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
     ("group_cast", dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
     ("group_reduce", dict(into=KV[0, :3]), "into must be"),

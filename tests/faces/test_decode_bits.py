@@ -94,7 +94,8 @@ def test_a_capture_is_refused_on_every_rank(half, monkeypatch):
     process_groups.threads(program, 2)
 
 
-def test_the_weight_under_a_sink_does_not_depend_on_the_number_of_queries():
-    x = torch.randn(1003, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_weight_under_a_sink_does_not_depend_on_the_number_of_queries(dtype):
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(0), dtype=dtype)
     whole = sigmoid(x)
     assert all(torch.equal(whole[i : i + 1], sigmoid(x[i : i + 1])) for i in range(len(x)))

@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh
 from sharded import all_equal, whole
+from torch.autograd.functional import hessian, jvp
 from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast, reference
@@ -208,3 +210,22 @@ def test_unsupported_differentiation_is_named(half, function):
     (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         (dq.sum() + q.sum()).backward()
+
+
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_second_derivatives_are_not_silently_zero(half, over_mesh):
+    """torch takes gradients that do not depend on an input for constants."""
+
+    def program():
+        over = functools.partial(half.ring_attention, group=mesh(2, 2)) if over_mesh else None
+        function = over or half.attention
+        attend = lambda q, k, v, sink: function(q, k, v, sink=sink)
+        given = [*inputs(), torch.zeros(4)]
+        for place, x in enumerate(given):
+            of_one = lambda x, i=place: attend(*given[:i], x, *given[i + 1 :])
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                hessian(lambda x, f=of_one: f(x).sum(), x)
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                jvp(of_one, x, x)
+
+    process_groups.threads(program, 4) if over_mesh else program()

@@ -87,7 +87,7 @@ def test_equal_calls_are_one_object_and_each_is_compared():
             dict(tensors=shifted),
             dict(scale=1.0),
             dict(casts=2),
-            dict(keep_kv=1),
+            dict(keep_kv=True),
             dict(mask=Mask.full(8)),
         ]
         others += [dict(tensors=inputs(dtype=torch.float64))]

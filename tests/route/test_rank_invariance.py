@@ -79,6 +79,15 @@ def test_a_query_has_its_bits_at_any_row_of_a_tile(half, dtype, width):
         assert same_bits(attended_from(start), (out[:, start:], lse[:, :, start:]))
 
 
+def test_the_strides_of_dout_leave_the_bits_of_gradients(half):
+    """PyTorch adds a strided axis in another order than a contiguous one."""
+    *qkv, dout, _ = inputs(MASKS["causal"], "grouped", torch.float32)
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    out = half.attention(*qkv, rank_invariant=True)
+    differentiate = lambda dout: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    assert same_bits(differentiate(dout), differentiate(dout.mT.contiguous().mT))
+
+
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout"),
     [

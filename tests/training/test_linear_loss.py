@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.functional import hessian
 from torch.nn.functional import cross_entropy, linear
 from torch.profiler import ProfilerActivity, profile
 
@@ -242,6 +243,8 @@ def test_its_gradients_serve_one_backward_pass():
         RuntimeError, match="does not support second derivatives of linear_sequence_loss"
     ):
         grad.sum().backward()
+    with pytest.raises(RuntimeError, match="second derivatives of linear_sequence_loss"):
+        hessian(lambda hidden: of_chunks([hidden, *leaves[1:]], labels), leaves[0])
     with torch.no_grad():
         close(of_chunks(leaves, labels), loss.detach())
 

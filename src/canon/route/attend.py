@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.masks.arguments import flag
 from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
@@ -57,6 +58,10 @@ def attend(
     torch.func transforms and forward-mode differentiation.
     """
     q = tensors[0]
+    if not isinstance(return_lse, bool):
+        place = place_of(algorithm.declaration, group)
+        with refused_together(algorithm.function, place.group, place.ranks):
+            flag("return_lse", return_lse)
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
         tensors = tuple(cast(x, dtype) for x in tensors)
         with torch.autocast(q.device.type, enabled=False):
@@ -111,7 +116,7 @@ def _attend_each(
     if algorithm.declaration.is_local:
         return attend_each(attend_one, q, k, v, masks, on_tiles=invariant)
     refuse_compilation()
-    place = place_of(algorithm.function, group)
+    place = place_of(algorithm.declaration, group)
     with refused_together(algorithm.function, place.group, place.ranks):
         algorithm.declaration.check(*tensors)
         layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, place)

@@ -249,7 +249,7 @@ def checked_call(
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     """Return the call with its defaults. Raises ValueError or TypeError on every rank."""
-    place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
+    place = place_of(algorithm.declaration, given.group)
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
         options = {
@@ -273,8 +273,11 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     return call if key is None else PLANS.put(key, call)
 
 
-def place_of(name: str, group: Group) -> Place:
+def place_of(declaration: Declaration, group: Group) -> Place:
     """Return the place of this process in a group or a mesh."""
+    if declaration.is_local:
+        return ALONE
+    name = declaration.name
     mesh = mesh_of(name, group)
     if mesh is None:
         return Place(*place_in(name, group))
@@ -332,7 +335,9 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0])
-    flag("return_max_logits", options["return_max_logits"])
+    for name, default in declaration.defaults.items():
+        if isinstance(default, bool):
+            flag(name, options[name])
     hash(tuple(options.values()))  # raises TypeError for an option that is a list
     scale = default_scale(q, options["scale"], options["softcap"])
     number, softcap = split_scale(scale)
