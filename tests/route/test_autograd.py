@@ -176,17 +176,18 @@ def test_gradients_that_are_not_needed_are_not_sent(half, function, sent):
 
 
 @pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "k v sink", "q k", "q k v"])
 def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
-    def grads(frozen):
-        leaves = [
-            x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)
-        ]
-        half.attention(*leaves, backward=method).square().sum().backward()
-        return [x.grad for x in leaves]
+    def grads(*frozen):
+        leaves = dict(zip("qkv", inputs(), strict=True)) | {"sink": torch.linspace(-1, 1, 4)}
+        for name, x in leaves.items():
+            x.requires_grad_(name not in frozen)
+        half.attention(**leaves, backward=method).square().sum().backward()
+        return {name: x.grad for name, x in leaves.items()}
 
-    for name, some, expected in zip("qkv", grads(frozen), grads(""), strict=True):
-        assert some is None if name in frozen else torch.equal(some, expected)
+    every, some = grads(), grads(*frozen.split())
+    for name, grad in some.items():
+        assert grad is None if name in frozen.split() else torch.equal(grad, every[name])
 
 
 # --- unsupported differentiation
