@@ -5,10 +5,11 @@ as written.
 import weakref
 from types import SimpleNamespace
 
+import hopper
 import pytest
 import torch
 from interpreted_replay import recorded
-from sharded import DEVICE
+from sharded import DEVICE, all_equal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from canon import Mask
@@ -30,10 +31,9 @@ def _called_before(monkeypatch):
     monkeypatch.setattr(prepared, "_is_first_call", lambda key: False)
 
 
-def inputs(seed, h=4, g=2, d=16, dv=8, b=2):
-    draw = torch.Generator().manual_seed(seed)
-    sizes = [(MASK.queries, h, d), (MASK.keys, g, d), (MASK.keys, g, dv), (MASK.queries, h, dv)]
-    return [torch.randn(b, *size, generator=draw).to(DEVICE, DTYPE) for size in sizes]
+def inputs(seed, d=16):
+    """Return q, k, v and dout."""
+    return hopper.inputs(MASK, 2, 4, 2, d, 8, DTYPE, seed)[:4]
 
 
 def forward(q, k, v, out, lse):
@@ -41,10 +41,7 @@ def forward(q, k, v, out, lse):
 
 
 def room(q, v):
-    b, t, h, _ = q.shape
-    return torch.full(
-        (b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device
-    ), torch.empty(b, h, t, device=q.device)
+    return [x.fill_(torch.nan) for x in local.empty_result(q, v, q.dtype)]
 
 
 @pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
@@ -68,6 +65,21 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0.05, atol=0.02)
     assert not [made.reason for made in recorded() if made.reason]
+
+
+def test_both_passes_under_a_sink_are_replayed(replays, monkeypatch):
+    """Each launches a kernel over the keys and one for the sink."""
+
+    def results(seed):
+        *leaves, dout = inputs(seed)
+        leaves = [x.requires_grad_() for x in (*leaves, torch.linspace(-1, 1, 4, device=DEVICE))]
+        out = local.attention(*leaves[:3], MASK, sink=leaves[3])
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    found = [results(seed) for seed in (0, 1)]
+    assert replays() == [""] * 4
+    monkeypatch.setattr(prepared, "REPLAYED", {})
+    assert all(all_equal(found[seed], results(seed)) for seed in (0, 1))
 
 
 def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
