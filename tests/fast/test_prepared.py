@@ -99,16 +99,18 @@ def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
     assert torch.equal(gradient(dout), expected)
 
 
-def test_a_warning_for_atomics_becomes_an_error_in_strict_mode():
-    """A pass that was recorded with ``warn_only=True`` is not replayed without it."""
+def test_atomics_warn_or_raise_where_the_switch_says_so():
+    """A pass that was recorded without the switch, or with ``warn_only=True``, is not replayed in
+    another state.
+    """
     *leaves, dout = inputs(0)
     for x in leaves:
         x.requires_grad_()
 
-    def gradient():
-        return torch.autograd.grad(local.attention(*leaves, MASK, backward="fused"), leaves, dout)
-
     with device.backend("triton"):
+        out = local.attention(*leaves, MASK, backward="fused")
+        gradient = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        gradient()
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             with pytest.warns(UserWarning, match="any order"):
