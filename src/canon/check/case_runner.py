@@ -33,6 +33,7 @@ from canon.check.places import worst_places
 from canon.check.planted_values import exempted, reach, spread
 from canon.check.repetition import RUNS, SWITCH, Repeated, repeated
 from canon.reference import Layout
+from canon.route.checks import accumulate_dtype
 from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended, Measure, Results, agreement
 
@@ -259,7 +260,7 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
         if x is None:
             continue
         wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
-        expected = torch.promote_types(narrow, torch.float32) if wide else narrow
+        expected = accumulate_dtype(narrow) if wide else narrow
         may_be_rounded = (
             expected == narrow or (name == "dv" and case.used == "sum") or rounded(true.float())
         )

@@ -40,8 +40,6 @@ _promotions: dict[tuple, Any] = {}
 class Tensor:
     """A value. ``taint``: why it is garbage. A pointer points into ``memory``."""
 
-    __slots__ = ("data", "dtype", "memory", "taint")
-
     def __init__(
         self, data: Any, dtype: Any, taint: str | None = None, memory: torch.Tensor | None = None
     ):
@@ -78,8 +76,12 @@ class Tensor:
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
     def to(self, dtype, bitcast=False):
-        convert = bits_as if bitcast else cast
-        return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
+        if bitcast:  # a block, to a type of the same size
+            stored = self.data.to(MEMORY[self.dtype.name]).contiguous()
+            data = held(stored.view(MEMORY[dtype.name]))
+        else:
+            data = cast(self.data, self.dtype, dtype)
+        return Tensor(data, dtype, self.taint)
 
     def expand_dims(self, axis):
         return Tensor(self.data.unsqueeze(axis), self.dtype, self.taint, self.memory)
@@ -158,11 +160,6 @@ def cast(data: Any, source: Any, target: Any) -> Any:
     if not is_block and not math.isfinite(data):
         raise Fault(f"{data} becomes an integer, at {Place()}")
     return wrapped(data.long() if is_block else int(data), target)
-
-
-def bits_as(data: Any, source: Any, target: Any) -> Any:
-    """Reinterpret the bits of a block as another type of the same size."""
-    return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
 
 
 def rounded(x: float, kind: Any) -> float:

@@ -120,8 +120,12 @@ def _await_exit(worker: threading.Thread) -> None:
 
 @contextmanager
 def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
     cores, shared = torch.get_num_threads(), dist.distributed_c10d._world
-    dist.distributed_c10d._world = _thread_local_world()
+    dist.distributed_c10d._world = world = ThreadLocalWorld()
+    if not hasattr(ThreadLocalWorld, "comms"):
+        world.comms = []  # torchcomms communicators; no rank here has one
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = output
     try:
@@ -146,15 +150,6 @@ def _one_launch_at_a_time() -> Iterator[None]:
 
     with mock.patch.object(JITFunction, "run", run):
         yield
-
-
-def _thread_local_world() -> Any:
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
-    world = ThreadLocalWorld()
-    if not hasattr(ThreadLocalWorld, "comms"):
-        world.comms = []  # torchcomms communicators; no rank here has one
-    return world
 
 
 dist.Backend.register_backend(

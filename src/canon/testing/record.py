@@ -59,9 +59,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "numpy": _version("numpy"),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if on_gpu
-        else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
