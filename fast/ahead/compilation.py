@@ -5,7 +5,7 @@
     forks      one per core: each compiles the next recorded job
 
 Forks inherit the jobs and never use the GPU. The first process is new, because a fork of a process
-with threads may deadlock. Processes of one host take turns.
+with threads may deadlock.
 """
 
 import fcntl

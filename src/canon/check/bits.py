@@ -208,7 +208,7 @@ class BitsRunner(CaseRunner):
     heads: tuple[int, int] = (1, 1)
 
     def __call__(self) -> list[dict[str, Any]]:
-        # on a CPU, several threads may divide the sums of a matrix product by its shape
+        # several threads of a CPU may divide sums by the shape of a product
         torch.set_num_threads(1)
         results = []
         for column in self.columns:

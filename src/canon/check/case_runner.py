@@ -85,7 +85,7 @@ class CaseRunner:
                     self._program(module, case)[0](module)
 
     def _program(self, module: Any, case: Case) -> tuple[Callable, Callable]:
-        """Return a function of a half that gives results, and a judge of these."""
+        """Return the function of a half that gives results, and their judge."""
         rank, x = dist.get_rank(), None
         if case.dtype:
             with _inputs_lock:
@@ -191,7 +191,7 @@ class CaseRunner:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a line for a case: a time limit may come before the report."""
+    """Print a line: a time limit may come before the report."""
     line = f"{result['case']} {result['verdict']}"
     if result["faults"]:
         line += f": {shorten(result['faults'][0], 300, placeholder=' ...')}"
@@ -232,7 +232,6 @@ def _rows(results: Any) -> dict[str, Tensor | None]:
 
 
 def _different(a: Any, b: Any) -> str:
-    """Return which rows have other bits."""
     texts, others = [], _rows(b)
     for name, x in _rows(a).items():
         y = others[name]

@@ -1,5 +1,5 @@
-"""Draw the random cases of `canon check --random`. Case i of seed S depends on S, i, the table, the
-largest number of ranks and the limits of the module.
+"""Draw the random cases of `canon check --random`, which depend on the seed, their number, the
+table, the largest number of ranks and the limits of the module.
 """
 
 import re

@@ -87,13 +87,13 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> 
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks, 1 if so few cases would not gain."""
+    """Return the number of forks, 1 for few cases."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 
 
 def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> None:
-    """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
+    """Forks inherit the imported modules, and end at Ctrl-C."""
     starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
     parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
     with ProcessPoolExecutor(forks, fork, _start_fork) as pool:

@@ -36,7 +36,7 @@ class PlanCache:
         self.limits = {"cpu": host_limit}
         self.device_limit = device_limit
         self.plans: OrderedDict[Hashable, tuple[Any, Counter]] = OrderedDict()
-        # keys of plans with bytes on a device: an eviction there must not scan those of the host
+        # keys of plans by device: an eviction there must not scan those of the host
         self.on: defaultdict[str, OrderedDict[Hashable, None]] = defaultdict(OrderedDict)
         self.held: Counter = Counter()  # bytes by device
         self.made = 0
@@ -97,7 +97,7 @@ class PlanCache:
         return [self.on[device] for device, held in size.items() if held and device != "cpu"]
 
     def _shrink(self, device: str) -> None:
-        """Drop the least recently used plans, but not the newest, down to the limit of a device."""
+        """Drop the least recently used plans down to the limit of a device, but not the newest."""
         keys = self.plans if device == "cpu" else self.on[device]
         while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
             self.drop(next(iter(keys)))
@@ -140,7 +140,7 @@ def _noting(name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan of real tensors, outside of inference mode, without notes of its parts."""
+    """Make a plan of real tensors, without notes of its parts."""
     if _notes.making:  # a part of another plan
         return make()
     plans, seen = _notes.plans, _notes.seen

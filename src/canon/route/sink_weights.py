@@ -19,9 +19,7 @@ def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid. On a CPU the last float32 elements take another exponential; float64
-    hides the difference.
-    """
+    """Return the sigmoid, in float64: on a CPU the last float32 elements take another exponential."""
     return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
 

@@ -44,7 +44,7 @@ def wait(mbarrier, phase, pred=True, deps=()):
 
 
 def fence_async_shared():
-    """Make this partition's stores to shared memory visible to wgmma and TMA."""
+    """Make this partition's stores visible to wgmma and TMA."""
     me = here()
     for access in me.unfenced:
         access.fenced = me.clock[me.id]

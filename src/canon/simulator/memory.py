@@ -21,7 +21,7 @@ from canon.simulator.barriers import Barrier
 from canon.simulator.program import Fault, Partition, Place, here
 from canon.simulator.values import MEMORY, Tensor, held, number, type_of
 
-# bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
+# bytes of a CTA on sm_90: CUDA Programming Guide, 16.2
 MAX_SHARED = 232448
 
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis

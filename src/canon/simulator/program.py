@@ -39,7 +39,7 @@ def here() -> "Partition":
 
 
 class Place:
-    """A line of a kernel and its call stack."""
+    """A line of a kernel, and its callers."""
 
     def __init__(self):
         frame: FrameType | None = sys._getframe(1)

@@ -200,8 +200,7 @@ def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
     """Return both operands in their common type, the type and the taint. ``weak`` constants adopt
-    one.
-    """
+    one."""
     x, y = tensor(a), tensor(b)
     kind = x.dtype
     if kind is not y.dtype or division:

@@ -110,8 +110,8 @@ class _Threads:
 
 
 def _await_exit(worker: threading.Thread) -> None:
-    """Wait until Linux has ended a joined thread. Before Python 3.13 `join` returns earlier: a
-    fork would inherit the locks of the thread's last C code, such as that of MKL's buffers.
+    """Wait until Linux has ended a joined thread. Before Python 3.13 `join` returns earlier: a fork
+    would inherit the locks of its last C code, such as MKL's.
     """
     task, start = Path(f"/proc/self/task/{worker.native_id}"), time.monotonic()
     while task.exists() and time.monotonic() - start < 60:
@@ -178,7 +178,7 @@ class _OutputByRank:
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
     """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after all have
-    started. Raises RuntimeError or TimeoutError.
+    started. Raises as `threads`, and TimeoutError.
     """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
