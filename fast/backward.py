@@ -5,10 +5,9 @@
     "head_parallel"   also 4 b h s (d + dv) bytes; above 256 MB in chunks of keys
     "fused"           statistics, and 4 b h t d bytes unless dq is float32 itself
 
-"fused" adds to dq by atomics, in any order, so its bits may differ between runs. Under
-`torch.use_deterministic_algorithms(True)` the Gluon kernel adds in a fixed order: a tile of keys
-waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
-raises RuntimeError, or warns with ``warn_only=True``.
+"fused" adds to dq by atomics, in any order. Under `torch.use_deterministic_algorithms(True)` the
+Gluon kernel adds in a fixed order (paper/backward_on_hopper.md); the Triton kernel raises
+RuntimeError, or warns with ``warn_only=True``.
 
 "auto" is the fastest method, under that switch of those that repeat their bits. Each pass reads the
 switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
@@ -267,7 +266,6 @@ def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor
 
 
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
-    """Return ranges of at most ``most`` keys, whole tiles if possible, and their cells."""
     _, size = cells.sizes
     return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
 

@@ -1,8 +1,6 @@
-"""Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
-supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
-
-Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used. A
-chosen backend is never replaced: it raises.
+"""Select the kernel backend of a call: the caller's choice (`backend`), which is never replaced, or
+the first of "gluon", "triton" and "torch" that serves the inputs
+(paper/in_your_program.md#devices-and-backends).
 """
 
 from collections import Counter

@@ -158,7 +158,6 @@ def _attention_forward(
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of two parts as `merge`, after its checks."""
     check_device(out)
     new_out = torch.empty_like(out)
     new_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -210,7 +209,7 @@ NOTES = """
     If the largest score of a query is beyond this range, its out and lse are NaN. They may also be
     NaN if one of its scores is below -2e9. A NaN or an infinity at one token reaches the tokens
     that see it, and others in the same tile, even of another document or, with a mask for each
-    sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
+    sequence, another sequence: paper/in_your_program.md#where-a-nan-goes has the table.
 
     Raises:
         ValueError: the widths need more shared memory than the device has.

@@ -25,9 +25,9 @@ A *share* is the query heads that share one key head. On a GPU, "fused" adds to 
 any order. This half adds in one fixed order with every method; "auto" is "split". Pictures:
 notebooks/08_backward.md; shares: notebooks/09_grouped_heads.md.
 
-Cost: hidden cells of a computed tile cost as much as visible ones. float32 memory, beyond inputs
-and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of every query
-head), and b h tiles of scores, with the boolean tiles of one row or column.
+Cost: float32 memory, beyond inputs and outputs: q, dout, k and v of every query head, dq, dk, dv
+("head_parallel": of every query head), and b h tiles of scores, with the boolean tiles of one row
+or column.
 
 Limits: those of `local.py`. Second derivatives are not supported.
 

@@ -1,5 +1,4 @@
-"""Prepared passes: the launches of a pass are recorded once, and replayed by one call into C
-afterwards.
+"""Prepared passes: the launches of a pass are recorded once, and then replayed by one call into C.
 
 A pass is a function of tensors that only launches kernels, by the kinds of the tensors (shapes,
 strides, dtypes, alignment, device) and the other arguments. A call of a kind runs as written while

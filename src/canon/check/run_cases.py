@@ -88,7 +88,7 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> 
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks, 1 if so few cases would not gain."""
+    """Return the number of forks, 1 for few cases."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 

@@ -172,8 +172,7 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
 
     It does if a mean rank has at least 2^29 visible cells, and receives at least half as many
     tokens as it holds. An additional step costs launches, a merge and shorter kernels; it hides the
-    cast. In the records (`tests/masks/test_defaults.py`) a single step takes 0.78 to 1.01 times as
-    long below these limits, and 1.00 to 1.02 times above them.
+    cast. Records: `tests/masks/test_defaults.py`.
     """
     return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 

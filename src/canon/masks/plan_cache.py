@@ -152,7 +152,7 @@ def _noting(name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan of real tensors, outside of inference mode, without notes of its parts."""
+    """Make a plan of real tensors, without notes of its parts."""
     if _notes.making:  # a part of another plan
         return make()
     plans, seen = _notes.plans, _notes.seen

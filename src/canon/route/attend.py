@@ -127,7 +127,7 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, place: Place,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, of one sequence if the masks are equal."""
+    """Return the layout of the packed batch."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     is_default = layout is None
     first = masks[0] if masks else None

@@ -210,8 +210,8 @@ class Call:
         )
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks.
-        Raises like `GroupState.agree`.
+        """Compare this call, and PyTorch's switch, between all ranks. Raises like
+        `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))
