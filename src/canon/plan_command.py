@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import sys
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit status: 0, or 2 for invalid arguments."""
-    source = f"measured, {options.links}" if options.links else "assumed"
     try:
-        links = read_links(options.links) if options.links else ASSUMED
-        rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
+        links, (inside, between) = (
+            read_links(options.links) if options.links else (ASSUMED, ["assumed"] * 2)
+        )
+        rows = sorted(_rows(options, links), key=lambda row: (row["refused"] > "", row["both ms"]))
     except FileNotFoundError as error:
         remedy = "run canon bench links first, or leave --links out"
         print(f"canon plan: there is no {error.filename}: {remedy}", file=sys.stderr)
@@ -60,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
+    source = f"{inside} inside a host, {between} between hosts"
     if options.json:
         print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
@@ -72,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(f"model; links: {source}", columns, cells))
-    print(_recipe(rows[0], options))
+    print(_recipe(rows[0], untested=options.hosts > 1 and between == "assumed"))
     return 0
 
 
@@ -86,17 +89,18 @@ def _tokens(text: str) -> int:
 
 
 def _gb(text: str) -> float:
-    if not (gb := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
-    return gb
+    with suppress(ValueError):
+        if (gb := float(text)) > 0:
+            return gb
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
 
 
-def _recipe(row, given) -> str:
+def _recipe(row, untested: bool) -> str:
     """Return the calls of the fastest plan, as Python, after a comment."""
     if row["refused"]:
         return f"no plan fits: the fastest needs {row['peak GB']:.2f} GB"
-    untested = ", no link between hosts was measured" * (given.hosts > 1 and not given.links)
-    lines = [f"# fastest: {row['schedule']} on {row['mesh']}; by a model{untested}"]
+    note = ", no link between hosts was measured" * untested
+    lines = [f"# fastest: {row['schedule']} on {row['mesh']}; by a model{note}"]
     rows, columns = row["mesh"].split(" x ")
     if columns != "1":
         names = 'mesh_dim_names=("tokens", "heads")'

@@ -3,6 +3,7 @@ rows and columns compare their arguments.
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -118,6 +119,9 @@ def refusals():
         largest: lambda: [call(half, mesh(2, 3)) for half in (reference, fast)],
         f"'heads', 'tokens', {expected}": lambda: call(group=mesh(3, 2, ("heads", "tokens"))),
         f"'dp', 'cp', {expected}": lambda: call(group=mesh(3, 2, ("dp", "cp"))),
+        f"'tokens', 'heads', {expected}: pass mesh\\[\"tokens\", \"heads\"\\]": lambda: call(
+            group=dist.init_device_mesh("cpu", (1, 3, 2), mesh_dim_names=("dp", "tokens", "heads"))
+        ),
         "must ascend row after row, got .*: make it by init_device_mesh": lambda: call(
             group=dist.DeviceMesh("cpu", by_column, mesh_dim_names=("tokens", "heads"))
         ),
@@ -125,8 +129,15 @@ def refusals():
         "head_stride": lambda: call(head_stride=4),
         "multiples of 128": lambda: call(rank_invariant=True),
     }.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as error:
             refused()
+    proposed = re.findall(r"(?:Layout\.|dispatch)\S*\(.*?\)\.divided\(2\)", str(error.value))
+    assert len(proposed) == 3
+    for text in proposed:
+        names = {"Layout": Layout, "dispatch": fast.dispatch, "mask": Mask.causal(8)}
+        layout = eval(text, names)
+        mine = [torch.ones(1, layout.size(dist.get_rank()), *x.shape[2:]) for x in (q, *kv)]
+        reference.strided_attention(*mine, None, layout, group=few, rank_invariant=True)
 
 
 def test_wrong_meshes_raise_one_sentence_on_every_rank():

@@ -329,7 +329,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         computed = of_column(layout, shapes, rank, columns)
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
-        check_tiled(algorithm.function, computed[0])
+        check_tiled(algorithm.function, computed[0], columns)
     flag("return_max_logits", options["return_max_logits"])
     hash(tuple(options.values()))  # raises TypeError for an option that is a list
     scale = default_scale(q, options["scale"], options["softcap"])
