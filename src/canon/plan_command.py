@@ -5,8 +5,9 @@ canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --
 
 Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
 `canon bench schedules`, on meshes of tokens x heads. "1 stages" are two steps, own keys first;
-"keys kept" is keep_kv=True. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC"
-is what a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
+"keys kept" is keep_kv=True. "None takes": the options of a call without options, which follow rules
+and not this model. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC" is what a
+GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from canon.costs.schedule_costs import plan_of
 from canon.fast.tables.tile_costs import divisors
 
 MISUSED = 2
+DEFAULT = "no options"
 RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules that are left out
 
 
@@ -117,17 +119,21 @@ def _rows(given, links):
     shape = shape_of(f"1,{given.tokens},{heads},{given.width},{given.mask}")
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
         place = (shape.h, shape.g), shape.d, given.hosts, columns
-        for one in schedules_of(shape, given.gpus, columns):
-            # nothing travels between the ranks of a column of one
-            if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):
-                continue
-            function, options = one.attend.func.__name__, one.attend.keywords
-            plan = plan_of(function, *place, **options)
+        # nothing travels between the ranks of a column of one
+        found = [
+            (one, plan_of(one.attend.func.__name__, *place, **one.attend.keywords))
+            for one in schedules_of(shape, given.gpus, columns)
+            if not re.search(RARE, one.name) and (columns < given.gpus or one.name == "ring zigzag")
+        ]
+        defaults = {plan.call.function: plan.chosen() for one, plan in found if DEFAULT in one.name}
+        for one, plan in found:
+            function, options = plan.call.function, one.attend.keywords
             forward, both, exposed = (1e3 * x for x in plan.seconds(links))
             gb = {name: 1e-9 * nbytes for name, nbytes in plan.tensors().items()}
             peak, largest = sum(gb.values()), max(gb, key=gb.__getitem__)
             named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
             named += ["group=mesh"] * (columns > 1)
+            taken = [f"{x}={y}" for x, y in defaults.get(function, {}).items()]
             kind = next((x for x in ("contiguous", "zigzag") if x in one.name), None)
             layout = f"Layout.{kind}({given.tokens}, {given.gpus})"
             if kind is None:
@@ -138,6 +144,7 @@ def _rows(given, links):
                 "mesh": f"{given.gpus // columns} x {columns}",
                 "layout": layout,
                 "call": f"{function}({', '.join(named)})",
+                "None takes": ", ".join(taken),
                 "both ms": both,
                 "forward ms": forward,
                 "exposed ms": exposed,
