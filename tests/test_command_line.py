@@ -41,3 +41,8 @@ def test_version(capsys):
 def test_an_unknown_command_is_refused(capsys):
     assert main(["diff", "a", "b"]) == 2
     assert "invalid choice: 'diff'" in capsys.readouterr().err
+
+
+def test_widths_that_are_no_numbers_are_refused(capsys):
+    assert main(["warm", "--widths", "8x2"]) == 2
+    assert "--widths: '8x2': expected a number, or two as 32/8" in capsys.readouterr().err

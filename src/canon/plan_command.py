@@ -5,14 +5,16 @@ canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --
 
 Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
 `canon bench schedules`, on meshes of tokens x heads. "1 stages" are two steps, own keys first;
-"keys kept" is keep_kv=True. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC"
-is what a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
+"keys kept" is keep_kv=True. "None takes": the options of a call without options, which follow rules
+and not this model. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC" is what a
+GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
 """
 
 import argparse
 import json
 import re
 import sys
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from canon.costs.schedule_costs import plan_of
 from canon.fast.tables.tile_costs import divisors
 
 MISUSED = 2
+DEFAULT = "no options"
 RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules that are left out
 
 
@@ -49,10 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit status: 0, or 2 for invalid arguments."""
-    source = f"measured, {options.links}" if options.links else "assumed"
     try:
-        links = read_links(options.links) if options.links else ASSUMED
-        rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
+        links, (inside, between) = (
+            read_links(options.links) if options.links else (ASSUMED, ["assumed"] * 2)
+        )
+        rows = sorted(_rows(options, links), key=lambda row: (row["refused"] > "", row["both ms"]))
     except FileNotFoundError as error:
         remedy = "run canon bench links first, or leave --links out"
         print(f"canon plan: there is no {error.filename}: {remedy}", file=sys.stderr)
@@ -60,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
+    source = f"{inside} inside a host, {between} between hosts"
     if options.json:
         print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
@@ -72,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(f"model; links: {source}", columns, cells))
-    print(_recipe(rows[0], options))
+    print(_recipe(rows[0], untested=options.hosts > 1 and between == "assumed"))
     return 0
 
 
@@ -86,17 +91,18 @@ def _tokens(text: str) -> int:
 
 
 def _gb(text: str) -> float:
-    if not (gb := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
-    return gb
+    with suppress(ValueError):
+        if (gb := float(text)) > 0:
+            return gb
+    raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
 
 
-def _recipe(row, given) -> str:
-    """Return the calls of the fastest plan, as Python."""
+def _recipe(row, untested: bool) -> str:
+    """Return the calls of the fastest plan, as Python, after a comment."""
     if row["refused"]:
         return f"no plan fits: the fastest needs {row['peak GB']:.2f} GB"
-    untested = ", no link between hosts was measured" * (given.hosts > 1 and not given.links)
-    lines = [f"# fastest: {row['schedule']} on {row['mesh']}; by a model{untested}"]
+    note = ", no link between hosts was measured" * untested
+    lines = [f"# fastest: {row['schedule']} on {row['mesh']}; by a model{note}"]
     rows, columns = row["mesh"].split(" x ")
     if columns != "1":
         names = 'mesh_dim_names=("tokens", "heads")'
@@ -113,17 +119,21 @@ def _rows(given, links):
     shape = shape_of(f"1,{given.tokens},{heads},{given.width},{given.mask}")
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
         place = (shape.h, shape.g), shape.d, given.hosts, columns
-        for one in schedules_of(shape, given.gpus, columns):
-            # nothing travels between the ranks of a column of one
-            if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):
-                continue
-            function, options = one.attend.func.__name__, one.attend.keywords
-            plan = plan_of(function, *place, **options)
+        # nothing travels between the ranks of a column of one
+        found = [
+            (one, plan_of(one.attend.func.__name__, *place, **one.attend.keywords))
+            for one in schedules_of(shape, given.gpus, columns)
+            if not re.search(RARE, one.name) and (columns < given.gpus or one.name == "ring zigzag")
+        ]
+        defaults = {plan.call.function: plan.chosen() for one, plan in found if DEFAULT in one.name}
+        for one, plan in found:
+            function, options = plan.call.function, one.attend.keywords
             forward, both, exposed = (1e3 * x for x in plan.seconds(links))
             gb = {name: 1e-9 * nbytes for name, nbytes in plan.tensors().items()}
             peak, largest = sum(gb.values()), max(gb, key=gb.__getitem__)
             named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
             named += ["group=mesh"] * (columns > 1)
+            taken = [f"{x}={y}" for x, y in defaults.get(function, {}).items()]
             kind = next((x for x in ("contiguous", "zigzag") if x in one.name), None)
             layout = f"Layout.{kind}({given.tokens}, {given.gpus})"
             if kind is None:
@@ -134,6 +144,7 @@ def _rows(given, links):
                 "mesh": f"{given.gpus // columns} x {columns}",
                 "layout": layout,
                 "call": f"{function}({', '.join(named)})",
+                "None takes": ", ".join(taken),
                 "both ms": both,
                 "forward ms": forward,
                 "exposed ms": exposed,

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _pair(text: str) -> tuple[int, int]:
     """Return (a, b) of "a/b", and (a, a) of "a"."""
     first, _, second = text.partition("/")
-    return int(first), int(second or first)
+    try:
+        return int(first), int(second or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, or two as 32/8") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,5 @@
 """`canon plan` orders schedules, refuses those that do not fit, and reads measured links."""
 
-import argparse
 import functools
 import json
 
@@ -20,7 +19,7 @@ SMALL = ["plan", "--tokens", "8192", "--gpus", "8", "--hosts", "2"]
 def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(capsys, tmp_path):
     path = tmp_path / "links.json"
     path.write_text(json.dumps({"results": [{"one_host": False, "gb_s": 0.1, "us": 90}]}))
-    assert read_links(path).tolist() == [ASSUMED[0].tolist(), [0.1, 90]]
+    assert read_links(path)[0].tolist() == [ASSUMED[0].tolist(), [0.1, 90]]
     found = []
     for words in ([], ["--memory", "0.1", "--links", str(path)]):
         assert main([*SMALL, "--json", *words]) == 0
@@ -28,9 +27,15 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
     rows, limited = (x["plans"] for x in found)
     assert [x["both ms"] for x in rows] == sorted(x["both ms"] for x in rows)
     assert {x["mesh"] for x in rows} == {"8 x 1", "4 x 2", "2 x 4"}  # a row is in one host
-    assert [x["links"] for x in found] == ["assumed", f"measured, {path}"]
+    sources = [f"assumed inside a host, {x} between hosts" for x in ("assumed", "measured")]
+    assert [x["links"] for x in found] == sources
+    taken = {(x["call"].partition("(")[0], x["mesh"]): x["None takes"] for x in rows}
+    assert taken["strided_attention", "4 x 2"] == "head_stride=4"
+    assert taken["magi_attention", "8 x 1"] == "casts=1, own_keys_first=False"
     assert limited[0]["both ms"] > rows[0]["both ms"]
     fit = [x["peak GB"] <= 0.1 for x in limited]
+    refused = [x["both ms"] for x in limited if x["refused"]]
+    assert refused == sorted(refused)
     assert [not x["refused"] for x in limited] == fit == sorted(fit, reverse=True)
     (reason,) = {x["refused"] for x in limited if x["schedule"] == "strided zigzag 8"}
     # one and a half times its own part, and two messages of 7 shards, in float32
@@ -44,7 +49,7 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
     (["--heads", "9/2"], "with h a multiple of g"),
     (["--links", __file__], "expected a record of canon bench links"),
     (["--links", "absent.json"], "no absent.json: run canon bench links first, or leave --links"),
-    *((["--memory", x], f"{x}: expected a number of GB above 0") for x in ("nan", "0", "-1")),
+    *((["--memory", x], f"{x}: expected a number of GB above 0") for x in ("nan", "-1", "80GB")),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(words, text, capsys):
     assert main([*SMALL, *words]) == 2
@@ -72,12 +77,11 @@ def test_the_recipe_of_each_plan_runs_as_printed(capsys, mask):
     printed = capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
-    given = argparse.Namespace(hosts=1, links=None)
-    assert printed.endswith(plan_command._recipe(plans[0], given) + "\n")
+    assert printed.endswith(plan_command._recipe(plans[0], untested=False) + "\n")
     kinds = {(x["mesh"], x["layout"].partition("(")[0]): x for x in reversed(plans)}
     assert len(kinds) >= 6
     for plan in kinds.values():
-        recipe = plan_command._recipe(plan, given)
+        recipe = plan_command._recipe(plan, untested=False)
         process_groups.threads(functools.partial(run_recipe, recipe, mask), 4)
 
 
@@ -95,8 +99,12 @@ def run_recipe(recipe, mask):
     torch.testing.assert_close(names["out"], expected)
 
 
-def test_a_model_of_several_hosts_states_that_no_link_was_measured(capsys):
-    assert main(SMALL) == 0
+@pytest.mark.parametrize("kinds", [[], [True]])
+def test_a_model_of_several_hosts_states_that_no_link_was_measured(kinds, capsys, tmp_path):
+    path = tmp_path / "links.json"
+    rows = [{"one_host": kind, "gb_s": 90, "us": 9} for kind in kinds]
+    path.write_text(json.dumps({"results": rows}))
+    assert main([*SMALL, "--links", str(path)]) == 0
     assert "by a model, no link between hosts was measured" in capsys.readouterr().out
     assert main([*SMALL, "--memory", "0.001"]) == 0
     assert "no plan fits" in capsys.readouterr().out

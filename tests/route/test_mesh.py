@@ -117,12 +117,18 @@ def refusals():
         largest: lambda: [call(half, mesh(2, 3)) for half in (reference, fast)],
         f"'heads', 'tokens', {expected}": lambda: call(group=mesh(3, 2, ("heads", "tokens"))),
         f"'dp', 'cp', {expected}": lambda: call(group=mesh(3, 2, ("dp", "cp"))),
+        f"'tokens', 'heads', {expected}: pass mesh\\[\"tokens\", \"heads\"\\]": lambda: call(
+            group=dist.init_device_mesh("cpu", (1, 3, 2), mesh_dim_names=("dp", "tokens", "heads"))
+        ),
         "must ascend row after row, got .*: make it by init_device_mesh": lambda: call(
             group=dist.DeviceMesh("cpu", by_column, mesh_dim_names=("tokens", "heads"))
         ),
         "latent travel together": lambda: fast.latent_attention(*latents, None, layout, group=few),
         "head_stride": lambda: call(head_stride=4),
-        "multiples of 128": lambda: call(rank_invariant=True),
+        # the last proposal is that of `test_rank_invariant_bits_are_those_of_one_rank`
+        r"128\)\.divided\(2\) or dispatch\(mask, 3, rank_invariant=True\)\.divided\(2\)$": lambda: (
+            call(rank_invariant=True)
+        ),
     }.items():
         with pytest.raises(ValueError, match=message):
             refused()

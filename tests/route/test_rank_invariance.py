@@ -147,5 +147,5 @@ def test_a_short_tile_comes_last_on_its_rank():
     """Behind it, rows would begin inside a tile."""
     layout = Layout([[range(128, 200), range(128)]], 200)
     q = torch.zeros(1, 200, 1, 16)
-    with pytest.raises(ValueError, match=r"holds range\(0, 128\) from its row 72 on"):
+    with pytest.raises(ValueError, match=r"holds range\(0, 128\) from its token 72 on"):
         reference.strided_attention(q, q, q, None, layout, rank_invariant=True)

@@ -18,18 +18,19 @@ def seconds(links: np.ndarray, loads: np.ndarray) -> np.ndarray:
     return (1e-6 * us * (loads > 0) + 1e-9 * loads / gb_s).max(-1)
 
 
-def read_links(path: Path) -> np.ndarray:
-    """Return the medians of a record of `canon bench links`, or assumed ones where it has none.
-    Raises ValueError for another file.
+def read_links(path: Path) -> tuple[np.ndarray, list[str]]:
+    """Return the medians of a record of `canon bench links`, or assumed ones where it has none, and
+    for both links "measured" or "assumed". Raises ValueError for another file.
     """
-    links = ASSUMED.copy()
+    links, sources = ASSUMED.copy(), ["assumed"] * 2
     try:
         rows = json.loads(path.read_text())["results"]
         for kind in {row["one_host"] for row in rows}:
             some = [(row["gb_s"], row["us"]) for row in rows if row["one_host"] is kind]
-            links[0 if kind else 1] = np.median(some, 0)
+            place = 0 if kind else 1
+            links[place], sources[place] = np.median(some, 0), "measured"
         if not ((links > 0) & np.isfinite(links)).all():
             raise ValueError(f"links {links.tolist()} are not above 0")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a record of canon bench links: {error!r}") from error
-    return links
+    return links, sources

@@ -26,6 +26,7 @@ from canon.route.call import Call
 from canon.route.prepared_plans import prepared_call
 
 FOLLOWED = 8  # ranks
+RULED = "head_stride", "casts", "own_keys_first"
 # bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
 # merge a float32 part, and to round at the end
 COPIED, MERGED, ROUNDED = 4, 12, 8
@@ -68,6 +69,12 @@ class Plan(NamedTuple):
         """Return (forward, both passes, exposed): exposed is all but the busiest rank's kernels."""
         (forward, computed), (backward, more) = (one.seconds(links) for one in self[1:])
         return forward, forward + backward, forward + backward - computed - more
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the options whose None follows a rule, with the values that they take."""
+        one = self.call.computed
+        casts = getattr(one.plan, "plan", None) if "casts" in one.options else None
+        return {x: getattr(casts, x, given) for x, given in one.options.items() if x in RULED}
 
     @property
     def nic_bytes(self) -> float:

@@ -172,7 +172,9 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
 
     It does if a mean rank has at least 2^29 visible cells, and receives at least half as many
     tokens as it holds. An additional step costs launches, a merge and shorter kernels; it hides the
-    cast. Records: `tests/masks/test_defaults.py`.
+    cast. In the records (`tests/masks/test_defaults.py`) both passes take at most 1.01 times as
+    long as with the best choice, and on average 1.001 times; with the choice of `canon.costs` 1.03
+    and 1.003 times.
     """
     return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 

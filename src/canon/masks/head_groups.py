@@ -22,7 +22,9 @@ def default_stride(heads: int, bytes_per_head: int) -> int:
     """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
     1. The backward pass of `canon.fast` holds up to eight times these bytes.
 
-    Records: `tests/masks/test_defaults.py`.
+    In the records (`tests/masks/test_defaults.py`) both passes take at most 1.01 times as long as
+    with the best choice, and on average 1.003 times; with the choice of `canon.costs` 1.13 and
+    1.039 times.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)

@@ -148,9 +148,12 @@ def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
             else f"{mesh.ndim} dimensions without names"
         )
         remedy = 'mesh["cp"]' if not names or "cp" in names else f'mesh["{names[-1]}"]'
+        remedy = f"the dimension of the sequence, for example {remedy}"
+        if names and [x for x in names if x in TOKENS_HEADS] == [*TOKENS_HEADS]:
+            remedy = 'mesh["tokens", "heads"]'
         raise ValueError(
             f"{name}: group is a DeviceMesh with {dimensions}, expected one, or 'tokens', 'heads' "
-            f"in this order: pass the dimension of the sequence, for example {remedy}"
+            f"in this order: pass {remedy}"
             + ("" if names else ", and give mesh_dim_names to init_device_mesh")
         )
     _check_member(name, mesh)

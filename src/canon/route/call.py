@@ -334,7 +334,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         computed = of_column(layout, shapes, rank, columns)
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
-        check_tiled(algorithm.function, computed[0])
+        check_tiled(algorithm.function, computed[0], columns)
     for name, default in declaration.defaults.items():
         if isinstance(default, bool):
             flag(name, options[name])

@@ -53,18 +53,22 @@ def check_rank_invariant(
             )
 
 
-def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces begin at multiples of 128."""
+def check_tiled(function: str, layout: Layout, columns: int = 1) -> None:
+    """Raise ValueError unless all pieces begin at multiples of 128. ``layout``: of the rows of a
+    mesh with so many ``columns``.
+    """
     n, ranks = layout.tokens, layout.ranks
+    holder, parts = ("row", f".divided({columns})") if columns > 1 else ("rank", "")
     for rank in range(ranks):
         for row, tokens in pieces_of(layout, rank):
             if tokens.start % TILE or row % TILE or tokens.step != 1:
                 raise ValueError(
                     f"{function}: rank_invariant=True needs pieces that begin at multiples of "
-                    f"{TILE} tokens, in the sequence and on their rank; rank {rank} holds {tokens} "
-                    f"from its row {row} on: pass Layout.contiguous({n}, {ranks}, "
-                    f"multiple_of={TILE}), Layout.zigzag({n}, {ranks}, multiple_of={TILE}) or "
-                    f"dispatch(mask, {ranks}, rank_invariant=True)"
+                    f"{TILE} tokens, in the sequence and on their {holder}; {holder} {rank} holds "
+                    f"{tokens} from its token {row} on: pass "
+                    f"Layout.contiguous({n}, {ranks}, multiple_of={TILE}){parts}, "
+                    f"Layout.zigzag({n}, {ranks}, multiple_of={TILE}){parts} or "
+                    f"dispatch(mask, {ranks}, rank_invariant=True){parts}"
                 )
 
 
