@@ -1,5 +1,4 @@
-"""Active queries: the queries of a step that see at least one of its keys. Schedules compute only
-these.
+"""Active queries: the queries of a step that see at least one of its keys. Only these are computed.
 
 The step of the own keys computes all queries, because it initialises the results. In packed
 documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
@@ -85,7 +84,7 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 @device_plan
 def query_indices(queries: ActiveQueries) -> np.ndarray:
-    """Return the indices of these queries, int64."""
+    """Return their indices, int64."""
     return np.concatenate(
         [np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)]
     )
@@ -117,7 +116,7 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
 
 @cached_plan
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:
-    """Return the keys from the first to the last visible one, and the mask over these keys."""
+    """Return the keys from the first to the last visible one, and their mask."""
     first = min((band.k_start for band in mask.bands), default=0)
     keys = range(first, max((band.k_stop for band in mask.bands), default=first))
     return slice(keys.start, keys.stop), mask.crop(keys=keys)

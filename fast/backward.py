@@ -5,10 +5,9 @@
     "head_parallel"   also 4 b h s (d + dv) bytes; above 256 MB in chunks of keys
     "fused"           statistics, and 4 b h t d bytes unless dq is float32 itself
 
-"fused" adds to dq by atomics, in any order, so its bits may differ between runs. Under
-`torch.use_deterministic_algorithms(True)` the Gluon kernel adds in a fixed order: a tile of keys
-waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
-raises RuntimeError, or warns with ``warn_only=True``.
+"fused" adds to dq by atomics, in any order. Under `torch.use_deterministic_algorithms(True)` the
+Gluon kernel adds in a fixed order (paper/backward_on_hopper.md); the Triton kernel raises
+RuntimeError, or warns with ``warn_only=True``.
 
 "auto" is the fastest method, under that switch of those that repeat their bits. Each pass reads the
 switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
@@ -24,8 +23,9 @@ Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 
 from collections.abc import Hashable
+from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,10 +96,13 @@ def gradients(
     come together. ``kind``: as in `replayed`, except for the gradients.
     """
     grads = empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
-    given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
-    kind = None if kind is None else (kind, how)
-    replayed(_gradients, given, cells, scale, how, kind=kind)
+    given = dout, q, k, v, out, lse, dlse, *grads
+    replayed(_gradients_now, given, cells, scale, method, kind=kind)
     return grads
+
+
+def _gradients_now(*given: Any) -> None:
+    _gradients(*given[:-1], method_now(given[-1]))
 
 
 def _gradients(
@@ -122,16 +125,9 @@ def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv."""
-    dq = _empty_like(q, dtype) if needs_grad[0] else None
-    return (
-        (dq, _empty_like(k, dtype), _empty_like(v, dtype))
-        if needs_grad[1] or needs_grad[2]
-        else (dq, None, None)
-    )
-
-
-def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    empty = partial(torch.empty_like, dtype=dtype, memory_format=torch.contiguous_format)
+    dq = empty(q) if needs_grad[0] else None
+    return (dq, empty(k), empty(v)) if needs_grad[1] or needs_grad[2] else (dq, None, None)
 
 
 def plan_gradients(
@@ -270,7 +266,6 @@ def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor
 
 
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
-    """Return ranges of at most ``most`` keys, whole tiles if possible, and their cells."""
     _, size = cells.sizes
     return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
 

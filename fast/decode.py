@@ -51,7 +51,6 @@ decode_attention = public_decode.decode_attention(decode, attention, check_input
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return a flat buffer, and its views out (b, t, h, dv) and lse (b, h, t) of each rank."""
     (b, t, h, _), dv = q.shape, v.shape[-1]
     of_out, of_lse = b * t * h * dv, b * h * t
     # each part starts at a multiple of 256 bytes, for wide stores

@@ -1,5 +1,4 @@
-"""Few queries over keys that are divided among ranks, with the bits of one rank: sums travel, and
-no keys.
+"""Few queries over keys that ranks divide, with the bits of one rank: sums travel, and no keys.
 
     rank 0   first maxima |          weights of its keys, O += P V |
     rank 1   first maxima | gather   weights of its keys           | O += P V |

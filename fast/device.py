@@ -1,8 +1,6 @@
-"""Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
-supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
-
-Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used. A
-chosen backend is never replaced: it raises.
+"""Select the kernel backend of a call: the caller's choice (`backend`), which is never replaced, or
+the first of "gluon", "triton" and "torch" that serves the inputs
+(paper/in_your_program.md#devices-and-backends).
 """
 
 from collections import Counter
@@ -62,6 +60,7 @@ def chosen_backend() -> str | None:
     return _chosen.get()
 
 
+_UNCHANGED = nullcontext()
 _used = [False]  # whether `backend` was ever used; until then nothing is counted
 # calls that a checkpoint may recompute, by key and by chosen or not
 _first_runs: Counter[tuple[int, bool]] = Counter()
@@ -98,7 +97,7 @@ def restored(settings: str | None) -> AbstractContextManager:
     """Return a context with the backend of a call: the thread of a later pass may have another
     choice.
     """
-    return nullcontext() if settings == _chosen.get() else computing_with(settings)
+    return _UNCHANGED if settings == _chosen.get() else computing_with(settings)
 
 
 def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") -> Backend:

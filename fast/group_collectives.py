@@ -1,5 +1,4 @@
-"""Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
-move the rows of each, on the communication stream.
+"""Group cast and group reduce: one kernel moves the rows of each, on the communication stream.
 
 Index tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8
 more for its reduction, 8 for each own row.

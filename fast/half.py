@@ -1,7 +1,5 @@
 """What all algorithms of `canon.fast` share, and the parts that `prepare` launches for them.
-
-`canon.fast` hands in ``FAST.compile_for``: compiling the kernels of a call needs all algorithms,
-which need `FAST`."""
+`canon.fast` hands in ``FAST.compile_for``, which needs all algorithms."""
 
 from typing import NamedTuple
 

@@ -91,7 +91,6 @@ class _Projection:
             self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
 
     def no_values(self, q: Tensor) -> Tensor:
-        """Return V (b, 0, h, dv) of no tokens."""
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
@@ -182,7 +181,6 @@ class _Backward(RingBackward):
 
 
 def latent_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Look up the keys that no query sees, too."""
     for part in parts_of(Ring(call, _Step).steps, call.shapes[0][2]):
         hidden_keys(part.mask)
         yield part

@@ -62,10 +62,9 @@ def local_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
     plan, kind = call.plan, None
-    given = (dout,) if dlse is None else (dout, dlse)
-    # Hooks for saved tensors can move them.
-    if _strides(q, k, v, out, lse) == plan.strides and _are_aligned(q, k, v, out, lse, *given):
-        kind = call, needs_grad, dout.dtype, _strides(*given)
+    # Hooks for saved tensors can give them other strides.
+    if _strides(q, k, v, out, lse) == plan.strides:
+        kind = call, needs_grad, dout.dtype, dout.stride(), None if dlse is None else dlse.stride()
     if dout.dtype is not q.dtype:
         dout = dout.to(q.dtype)
     if plan.cells.places is not None:
@@ -77,13 +76,6 @@ def local_backward(
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple([x.stride() for x in tensors])
-
-
-def _are_aligned(*tensors: Tensor) -> bool:
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    return not addresses & 15
 
 
 def forward_part(
@@ -166,7 +158,6 @@ def _attention_forward(
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of two parts as `merge`, after its checks."""
     check_device(out)
     new_out = torch.empty_like(out)
     new_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -218,7 +209,7 @@ NOTES = """
     If the largest score of a query is beyond this range, its out and lse are NaN. They may also be
     NaN if one of its scores is below -2e9. A NaN or an infinity at one token reaches the tokens
     that see it, and others in the same tile, even of another document or, with a mask for each
-    sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
+    sequence, another sequence: paper/in_your_program.md#where-a-nan-goes has the table.
 
     Raises:
         ValueError: the widths need more shared memory than the device has.

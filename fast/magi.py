@@ -144,7 +144,6 @@ def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:
 
 
 def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Allocate a row (b, g, d + dv) for each token, for K and V or their gradients."""
     b, _, g, d = k.shape
     return k.new_empty(tokens, b, g, d + v.shape[-1], dtype=dtype)
 
@@ -225,7 +224,6 @@ class _Backward:
 
 
 def kept_rows(call: Call) -> list[int]:
-    """Return the numbers of rows kept with ``keep_kv``, by cast."""
     if not call.options["keep_kv"]:
         return []
     if call.options["rank_invariant"]:
@@ -260,7 +258,6 @@ def invariant_backward(
 
 
 def magi_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the part of each step, and look up its plans."""
     schedule, rank = magi_plan(call), call.rank
     plan, steps = schedule.plan, schedule.steps
     for cast in range(plan.casts):

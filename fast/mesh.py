@@ -1,5 +1,4 @@
-"""Attention over two dimensions of ranks: the passes of `canon.reference.mesh`, with one packed
-message each way.
+"""The passes of `canon.reference.mesh`, with one packed message each way.
 
 A message has a row for each token: the values of all tensors and sequences for the heads of one
 column, side by side. A column reads q, k and v in place in the rows that it receives, unless the
@@ -107,7 +106,6 @@ def as_tokens(x: Tensor) -> Tensor:
 
 
 def _room(x: Tensor, tokens: int, heads: int) -> Tensor:
-    """Allocate a tensor like x with other tokens and heads."""
     size = (tokens, heads, x.shape[3]) if x.ndim == 4 else (heads, tokens)
     return x.new_empty(x.shape[0], *size)
 

@@ -1,6 +1,4 @@
-"""Areas and needed keys of pieces of the queries, over NumPy arrays: for plans of layouts and for
-cast plans.
-"""
+"""Areas and needed keys of pieces of the queries, as NumPy arrays."""
 
 import numpy as np
 

@@ -8,11 +8,11 @@ dv:
     messages   q, dout, lse, delta of i     K, V of i + 1
     compute    dq of i                      dk, dv of i
 
-`canon.route.rank_invariance` has the contract and its proof. Odd strides or addresses are copied
-first; "auto" is "split".
+The contract: `canon.route.rank_invariance`. Odd strides or addresses are copied first; "auto" is
+"split".
 
-Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g
-times the heads. A message of whole tiles carries up to 127 rows without tokens.
+Cost: bytes as in the reference, plus up to 127 rows without tokens in a message. Memory: the
+gathered tokens of two steps, one of them with h / g times the heads.
 
 Sources: as `canon.reference.owner_computes`.
 """
@@ -120,7 +120,6 @@ def owner_backward(
 
 
 def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share these key heads."""
     share = q.shape[2] // k.shape[2]
     return slice(share * heads.start, share * heads.stop)
 

@@ -69,7 +69,6 @@ def native_planner() -> ModuleType | None:
 
 
 def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:
-    """Return the tokens of chunks as ascending, merged ranges."""
     ranges: list[range] = []
     for number in numbers:
         start, stop = min(number * chunk, n), min(number * chunk + chunk, n)

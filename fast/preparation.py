@@ -1,9 +1,8 @@
 """Make the plans of a call ahead of it: masks, cast plans, and the tables of every kernel.
 
-`prepare` calls the launch functions on tensors of the meta device, which have no memory, and notes
-the plans that they look up (`plan_cache.noted_plans`). Nothing is launched or uploaded.
-
-The first call after ``load`` uploads the tables. The host does not wait for it (`device_plans`).
+`prepare` calls the launch functions on tensors of the meta device, and notes the plans that they
+look up (`plan_cache.noted_plans`). The first call after ``load`` uploads the tables, and the host
+does not wait (`device_plans`).
 
 A pickle has 32 bytes for each work tile of a Gluon kernel, and 20 for each tile and 32 for each
 span of a Triton kernel.

@@ -1,4 +1,4 @@
-"""Run the steps of a schedule so that messages overlap with kernels, in every distributed function.
+"""Run the steps of a schedule so that messages overlap with kernels.
 
     time        before    step 0    step 1    step 2    step 3    end
     messages    0         1         2         3                           K and V of the step

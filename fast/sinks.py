@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.fast.device import rows_for
 from canon.fast.replay.recordings import replayed
+from canon.route.autograd import once_differentiable
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -34,8 +34,8 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor):
-        out, lse, sink = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dout: Tensor):
+        out, lse, sink = saved
         dlse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         dout_keys = (
             torch.empty(out.shape, dtype=out.dtype, device=out.device)

@@ -1,5 +1,5 @@
-"""Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
-step is computed.
+"""Strided attention with overlap: the next keys and the last gradients travel while a step is
+computed.
 
 Algorithm, sums and messages are those of `canon.reference.strided`. Kernels read K and V where they
 were received, and write dk and dv, rounded to reduce_dtype, into the sending buffer. Copies and
@@ -136,7 +136,6 @@ def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None)
 
 
 def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the part of each head group, and look up its plans."""
     key_heads = call.shapes[1][2]
     steps = steps_of(key_heads, call.options)
     if call.ranks == 1:

@@ -16,12 +16,12 @@ def load(name: str) -> dict[str, Any]:
 
 def matmul_rate() -> float:
     """Return the FLOP/s of a large matrix product on one H200."""
-    return 1e12 * load("kernels_h200")["ceilings"]["matmul_tflops"]
+    return 1e12 * load("kernels_peers_h200")["ceilings"]["matmul_tflops"]
 
 
 def copy_rate() -> float:
     """Return the bytes/s of a copy in the memory of one H200, read and written."""
-    return 1e12 * load("kernels_h200")["ceilings"]["copy_tbs"]
+    return 1e12 * load("kernels_peers_h200")["ceilings"]["copy_tbs"]
 
 
 def timeline(schedule: str) -> list[list[tuple[float, float, str]]]:

@@ -25,9 +25,9 @@ A *share* is the query heads that share one key head. On a GPU, "fused" adds to 
 any order. This half adds in one fixed order with every method; "auto" is "split". Pictures:
 notebooks/08_backward.md; shares: notebooks/09_grouped_heads.md.
 
-Cost: hidden cells of a computed tile cost as much as visible ones. float32 memory, beyond inputs
-and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of every query
-head), and b h tiles of scores, with the boolean tiles of one row or column.
+Cost: float32 memory, beyond inputs and outputs: q, dout, k and v of every query head, dq, dk, dv
+("head_parallel": of every query head), and b h tiles of scores, with the boolean tiles of one row
+or column.
 
 Limits: those of `local.py`. Second derivatives are not supported.
 
@@ -103,7 +103,8 @@ attention_backward = public_parts.attention_backward(gradients)
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype."""
     accumulate = accumulate_dtype(out.dtype)
-    delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
+    product = (dout.to(accumulate) * out.to(accumulate)).contiguous()  # strides may change bits
+    delta = product.sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse
 
 

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from canon.faces import public_attention, public_parts
 from canon.masks.mask import Mask
@@ -48,6 +47,7 @@ from canon.reference.tiles import (
     visible_tiles,
 )
 from canon.route.algorithm import Algorithm, Gradients, NeedsGrad, Side
+from canon.route.autograd import once_differentiable
 from canon.route.call import Call
 from canon.route.checks import Scale
 from canon.route.sink_weights import over_width, sigmoid, sink_weight
@@ -198,8 +198,8 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor):
-        out, lse, sink = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dout: Tensor):
+        out, lse, sink = saved
         a, visible = sink_weight(lse, sink), lse != -torch.inf
         dout = dout.to(lse.dtype).masked_fill(~over_width(visible), 0)
         r = (dout * out).sum(-1).transpose(-1, -2)

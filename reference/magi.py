@@ -36,8 +36,7 @@ of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype:
                                                             rows of two reduces
     with keep_kv       none for K and V    0 in backward    all received keys
 
-All terms of the peak memory: notebooks/04_magi.md. More casts hide more, and shorten the last
-reduce; each one adds messages and a merge.
+All terms of the peak memory, and the number of casts: notebooks/04_magi.md.
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out.
 

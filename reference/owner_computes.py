@@ -13,9 +13,8 @@ multiple of 128 tokens. So every tile has the operands that it has on one rank. 
 notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some heads,
 `magi.SequenceCast` the needed tokens of all heads.
 
-Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
-another order. Equal bits need a matrix product that depends on its operands alone. The products of
-PyTorch on a CPU do, with one thread and widths of a multiple of 8, to which others are filled up;
+Tiles at the end of a piece are filled up (`tiles.in_whole_tiles`), because equal bits need a matrix
+product that depends on its operands alone. The products of PyTorch do on a CPU with one thread, and
 on a GPU only for one ``head_stride``.
 
 Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype):

@@ -1,5 +1,4 @@
-"""Plan a layout: assign chunks of a sequence to ranks, so that ranks compute equally and move few
-keys.
+"""Plan a layout: assign chunks to ranks, so that ranks compute equally and move few keys.
 
 A chunk has an *area*, the visible cells in its rows, and a *need*, its own tokens and the keys that
 its queries see. A rank computes the sum of its areas, and receives the union of its needs without
@@ -232,8 +231,8 @@ def _counts(chunks: Held, ranks: int) -> list[int]:
 
 
 def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
-    """Deal chunks in order: to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty
-    ones come last.
+    """Deal chunks to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come
+    last.
     """
     numbers, slots = iter(chunks), len(chunks) // len(halves[0])
     assignment: Assignment = [[] for _ in halves[0]]
@@ -337,9 +336,7 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _relieved(assignment: Assignment, aim: Aim) -> Assignment | None:
-    """Return the assignment after the best swap of the rank that moves most, or None. Ties: the
-    partner that moves least.
-    """
+    """Return the assignment after the best swap of the rank that moves most, or None."""
     moved, areas = moved_by(assignment), [area_of(held) for held in assignment]
     busiest, *others = sorted(range(len(assignment)), key=lambda rank: (-moved[rank], rank))
     best, result = aim.score(assignment), None

@@ -78,8 +78,12 @@ def pytest_configure(config):
 
 def import_before_forks(*modules):
     """Let the server that forks rank processes import these modules. Otherwise every rank imports
-    them, in two seconds.
+    them, in two seconds, and Triton defines kernels as the first test that starts the server.
     """
+    # Python 3.11 gives the server no sys.path
+    folders = Path(__file__).parent, Path(__file__).parents[1] / "src"
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = forkserver.set_forkserver_preload
     forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
 

@@ -29,7 +29,8 @@ EVERYWHERE = {"cuda": PreparedPass, "cpu": InterpretedPass}
 
 def recorded():
     """Return the recorded passes of this process."""
-    return [x for x, _ in list(PLANS.plans.values()) if isinstance(x, PreparedPass)]
+    plans = [entry.plan for entry in list(PLANS.plans.values())]
+    return [x for x in plans if isinstance(x, PreparedPass)]
 
 
 class _Interpreted:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch.multiprocessing as multiprocessing
 
-SOURCES, TESTS = str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)
-
 
 def ended(program, *arguments, **environment):
     """Run a program in a process that has TRITON_INTERPRET from ``environment`` alone. Return the
@@ -42,8 +40,7 @@ def under_torchrun(script, ranks, *options, cwd=None, **environment):
         "--nproc-per-node",
         str(ranks),
     ]
-    paths = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths} | environment
+    kept = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | environment
     command = [*torchrun, str(script), *options]
     done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon import fast, reference
 from canon.fast import backward as fast_backward
 from canon.fast import local as fast_local
 from canon.fast.half import FAST, Part
@@ -124,14 +125,14 @@ QUICK = passes(
     ),
 )
 SIDES = {
-    "reference": Algorithm(
+    reference: Algorithm(
         REFERENCE, TOY, *READ, parts=lambda call, backward: [mask for _, mask in pieces(call)]
     ),
-    "fast": Algorithm(
+    fast: Algorithm(
         FAST,
         TOY,
         *QUICK,
         parts=lambda call, backward: [Part(mask, call.shapes[1][2]) for _, mask in pieces(call)],
     ),
 }
-TOYS = {name: toy_attention(algorithm) for name, algorithm in SIDES.items()}
+TOYS = {half: toy_attention(algorithm) for half, algorithm in SIDES.items()}

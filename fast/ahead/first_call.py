@@ -1,8 +1,8 @@
 """Compile all kernels of a model in its first call, so that no later call waits for a compiler.
 
-A model is all that fixes the variants of its kernels: those that `warm_up` compiles. The first
-process of a host compiles for all, in new interpreters, so scripts need no main guard.
-CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
+A model is all that fixes the variants of its kernels. The first process of a host compiles for all,
+in new interpreters, so scripts need no main guard. CANON_COMPILE_AHEAD=0 disables it: then each
+kernel compiles when it is first used.
 """
 
 import os
@@ -73,7 +73,7 @@ def _compile(model: Model, device: torch.device) -> None:
     )
     tell = partial(print, file=sys.stderr, flush=True) if first_rank else lambda text: None
     tell(f"canon.fast: compiling the kernels of {what}, once on each host ...")
-    work = partial(collect, model, str(device))
+    work = [partial(collect, model, str(device))]
     try:
         done = compile_ahead(work, identities(model), progress=first_rank)
     except OSError as error:  # the cache cannot be written, or its file system has no locks

@@ -1,8 +1,8 @@
 """Enumerate the kernel variants that a model can need, whatever the masks.
 
-`collect` launches each kernel on small tensors, while compilations are recorded, in every way that
-a mask, a size or a layout may choose. Other strides and addresses, and several sequences of 2^31
-elements each, compile when first used.
+`collect` launches each kernel on small tensors in every way that a mask, a size or a layout may
+choose. Other strides and addresses, and several sequences of 2^31 elements each, compile when first
+used.
 """
 
 from collections.abc import Callable, Iterator
@@ -228,8 +228,8 @@ def few_queries_in_order(x: Inputs) -> None:
 
 
 def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
-    """Yield the Hopper kernels, the heads of a tile, and inputs of each number of rows, while each
-    width of slices is forced.
+    """Yield the Hopper kernels, heads of a tile, and inputs of each number of rows, for each width
+    of slices.
     """
     kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:

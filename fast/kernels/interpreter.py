@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Python 3.11 shares one nesting counter between all threads that parse source
+# Python 3.11 shares one nesting counter between threads that parse source
 parsing = threading.Lock()
 _launch = threading.RLock()
 _repaired = threading.Event()
@@ -77,7 +77,7 @@ def _probe(x, out, N: tl.constexpr):
 
 
 def _check_bfloat16() -> None:
-    """Compare a kernel with PyTorch on small integers, whose sums are exact."""
+    """Compare a kernel with PyTorch on small integers."""
     from triton.runtime.interpreter import InterpretedFunction
 
     x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()

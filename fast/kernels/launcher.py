@@ -44,7 +44,28 @@ def launch(
 def _repair(kernel: Any) -> None:
     from canon.fast.kernels.interpreter import repair  # only with Triton
 
-    repair(kernel)
+    if not repair(kernel):
+        _hash_helpers_first()
+
+
+@lru_cache(maxsize=1)
+def _hash_helpers_first() -> None:
+    """Let Triton hash each function before the kernels that call it.
+
+    A kernel's key in the disk cache holds the global constants of its helpers. Triton (3.6, 3.7)
+    copies a helper's constants before it hashes the helper, which is when it finds them. So the key
+    would depend on what a process has hashed before, and each process would compile again what
+    another one has compiled.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    if update := getattr(DependenciesFinder, "_update_hash", None):
+
+        def hash_and_update(finder: Any, helper: Any) -> None:
+            _ = helper.cache_key  # finds its constants
+            update(finder, helper)
+
+        DependenciesFinder._update_hash = hash_and_update
 
 
 def _launch(

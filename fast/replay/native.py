@@ -1,4 +1,4 @@
-"""Pack the launches of a pass for `replay.c`, which replays them in one call."""
+"""Pack the launches of a pass for `replay.c`."""
 
 import struct
 from collections.abc import Callable, Iterator

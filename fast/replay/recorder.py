@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else the first call imports PyTorch's compiler, which takes seconds."""
+        """Return False: else the first call imports PyTorch's compiler."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -1,5 +1,4 @@
-"""Prepared passes: the launches of a pass are recorded once, and replayed by one call into C
-afterwards.
+"""Prepared passes: the launches of a pass are recorded once, and then replayed by one call into C.
 
 A pass is a function of tensors that only launches kernels, by the kinds of the tensors (shapes,
 strides, dtypes, alignment, device) and the other arguments. A call of a kind runs as written while
@@ -172,11 +171,15 @@ def replayed(
         body(*tensors, *options)
         return
     given = tuple([x for x in tensors if x is not None])
-    addresses = [x.data_ptr() for x in given]
+    addresses, bits = [], 0
+    for x in given:
+        addresses.append(address := x.data_ptr())
+        bits |= address
     if kind is None:
         kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
-        kind = (options, *kinds, *[address & 15 for address in addresses], first.device)
-    key = (body, kind, _aliases(addresses), _settings(first))
+        kind = (options, *kinds, first.device)
+    places = tuple([x & 15 for x in addresses]) if bits & 15 else None
+    key = (body, kind, places, _aliases(addresses), _settings(first))
     found = known = plan_cache.PLANS.get(key)
     if found is None:
         cells = next((x for x in options if isinstance(x, Cells)), None)
@@ -226,7 +229,7 @@ def _recordings(
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype is torch.float32 else None
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = torch._C._get_deterministic_algorithms()
     warns = deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
     return chosen_backend(), deterministic, warns, precision
 

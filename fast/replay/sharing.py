@@ -1,8 +1,8 @@
 """Recorded passes that serve other masks.
 
 A pass depends on its mask only through the mask's sizes and the plans that it looks up. If another
-mask has plans of the same *structure*, only the addresses of their tensors differ. So the first
-call with a new mask looks up the same plans in the same order, and compares structures.
+mask has plans of the same *structure*, only addresses differ. So the first call with a new mask
+looks up the same plans, and compares structures.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""Tables that kernels read beside tensors: which tiles to visit, in which order, and where."""
+"""Tables that kernels read: which tiles to visit, in which order, and where."""

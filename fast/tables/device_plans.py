@@ -89,7 +89,7 @@ def host_array(numbers: int) -> np.ndarray:
 
 @contextmanager
 def pinned_arrays(on: bool) -> Iterator[None]:
-    """Within the block, let `host_array` pin memory, which spares a copy and new pages."""
+    """Within the block, let `host_array` pin memory, which spares a copy."""
     _pinned.on = on
     try:
         yield

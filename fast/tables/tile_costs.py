@@ -1,7 +1,6 @@
-"""Costs of work tiles, and the imbalance of the SMs that share them.
-
-The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells are compared with a
-band), and a work tile `FIXED` more: its start, and the write of its result.
+"""Costs of work tiles, and the imbalance of the SMs that share them. The unit is the time for a
+full tile. A partial tile costs `PARTIAL`, and a work tile `FIXED` more, for its start and its
+result.
 """
 
 from functools import lru_cache

@@ -108,8 +108,8 @@ def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def native_tables() -> ModuleType | None:
-    """Return `schedule.c`. None where it cannot be compiled: tables visit keys in order then, and
-    compare all tiles with bands.
+    """Return `schedule.c`, or None where it cannot be compiled. Then all tiles are partial, in
+    order.
     """
     return optional_c_module(Path(__file__).parent, "tables.c", "schedule.c")
 

@@ -1,1 +1,1 @@
-"""How fast's algorithms pack, send and receive what ranks exchange."""
+"""Messages between ranks."""

@@ -318,7 +318,7 @@ class Transport:
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                # takes 2 us; meanwhile messages start on their streams, if these are free
+                # 2 us, in which messages start on their streams, if these are free
                 self._delay.zero_()
             self.join()
 

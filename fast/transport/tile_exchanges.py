@@ -1,5 +1,4 @@
-"""Exchanges of whole tiles between ranks, for `owner_computes.py`: all-gathers, or group casts of
-the needed tokens.
+"""Exchanges of whole tiles between ranks, for `owner_computes.py`.
 
     exchange       a buffer holds, in rows                              used by
     `OwnTokens`    the own tokens; nothing is sent                      one rank

@@ -1,5 +1,5 @@
-"""Compute exact attention over a sequence that several GPUs hold together. Every algorithm is
-written twice.
+"""Exact attention over a sequence that several GPUs hold together. Every algorithm is written
+twice.
 
     from canon import reference as attn      # plain PyTorch: read it, step through it
     from canon import fast as attn           # the same functions as Triton and Gluon kernels

@@ -101,9 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def drawn(arguments: argparse.Namespace) -> Any:
-    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for
-    invalid arguments.
-    """
+    """Return the figure. Raises ModuleNotFoundError, ValueError or TypeError."""
     from canon.show.style import plt
 
     plt.switch_backend("agg")  # a file needs no display

@@ -197,7 +197,7 @@ class _Nodes:
 
 
 def _nodes(leaves: list[bytes], multiple_of: int) -> _Nodes:
-    """Return the nodes of different sequences in sorted order: neighbours share most."""
+    """Return the nodes of different sequences, sorted: neighbours share most."""
     forks = [0, *(_fork(*both, multiple_of) for both in pairwise(leaves))][: len(leaves)]
     # of each leaf, the last leaf first: its fork, and where the nodes behind it stop
     cuts: list[list[int]] = []

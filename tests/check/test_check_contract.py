@@ -134,6 +134,10 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
     # the errors of token 5 (NaN) and token 2 are both infinite; the first is reported
     exact[1, 0, 2] = -torch.inf
     assert "tokens 2, 5" in place("lse", got, exact, layout)
+    off = torch.tensor([0.0, 0.0, 1.0])
+    assert place("dsink", off, 0 * off, None) == "dsink is worst at head 2"
+    off = off[:, None]
+    assert place("dup_weight", off, 0 * off, None) == "dup_weight is worst in row 2 of 3"
 
 
 def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_reason():

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 
-from canon.check import check_command, run_cases
+from canon.check import run_cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import all_cases
 from canon.check.documents import Documents
@@ -53,16 +52,3 @@ def test_a_case_that_ends_its_fork_fails(monkeypatch, write_module):
     found = results_of(replace(RUNNER, module="killing", cases=cases), 2, monkeypatch)
     assert all(x["verdict"] == "failed" for x in found if x["case"].startswith("merge"))
     assert "terminated abruptly" in found[0]["faults"][0]
-
-
-def test_a_check_shares_the_types_of_interpreted_tensors_once():
-    core = pytest.importorskip("triton.language.core", reason="Triton is not installed")
-    for _ in range(2):
-        assert check_command._interpret()
-        assert core.tensor.__init__.__module__ == "canon.testing.interpreted_types"
-    closure = dict(
-        zip(
-            core.tensor.__init__.__code__.co_freevars, core.tensor.__init__.__closure__, strict=True
-        )
-    )
-    assert closure["make_tensor"].cell_contents.__module__ == "triton.language.core"

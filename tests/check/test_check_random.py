@@ -95,7 +95,7 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(
 ):
     write_module("off_ring", FAULTY.format(line="v = v * 1.02"))
     monkeypatch.setattr(draws, "WEIGHTS", {"attention": 1, "ring_attention": 1, "prepare": 1})
-    monkeypatch.setattr(draws, "PREPARED", {"ring_attention": "zigzag"})
+    monkeypatch.setattr(draws, "PREPARED", ("ring_attention",))
     status, printed, record = run("off_ring --random 12 --seed 2")
     assert status == 1
     wrong = {

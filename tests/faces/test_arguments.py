@@ -98,293 +98,247 @@ def masks_of(*lengths):
 
 # sequences
 TWO = dict(q=X.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1))
-WRONG = [  # functions, changed arguments, and a part of the error
-    (
-        f"{ATTEND} attention_forward decode_attention",
-        dict(mask=zeros(24, 24)),
-        "mask must be a can",
-    ),
-    *(
-        (
-            f"{ATTEND} {LOCAL} decode_attention dispatch prepare",
-            dict(mask=ends),
-            "for packed documents pass Mask.documents(cu_seqlens)",
-        )
-        for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))
-    ),
-    (ATTEND, dict(q=X.to("meta")), "q is on the meta device"),
-    (f"{ATTEND} decode_attention", dict(k=None), "k must be a torch.Tensor"),
-    (ATTEND, dict(v=KV.half()), "q, k, v must share one dtype"),
-    (ATTEND, dict(q=X.to_sparse()), "q must be a dense tensor"),
-    (ATTEND, dict(q=X[:, :, :3]), "3 query heads are not a multiple of 2"),
-    (ATTEND, dict(k=KV[..., :4]), "one width"),
-    (ATTEND, dict(v=KV[:, :5]), "share the batch"),
-    (ATTEND, dict(q=X[0]), "(b, t, heads, width)"),
-    (ATTEND, dict(scale=float("nan")), "scale must be finite"),
-    (ATTEND, dict(scale=torch.ones((), requires_grad=True)), "scale must be a number without a gr"),
-    (
-        ATTEND,
-        dict(scale=torch.ones((), device="meta")),
-        "a tensor on meta, for which each call wou",
-    ),
-    (ATTEND, dict(softcap=0), "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
-    (ATTEND, dict(backward="fast"), "backward='fast': expected one of"),
-    (ATTEND, dict(sink=zeros(3)), "sink must be (4,), a logit for each query head, got (3,)"),
-    (ATTEND, dict(sink=zeros(4).half()), "sink must be float32, got torch.float16: cast it"),
-    (DISTRIBUTED, dict(reduce_dtype="float32"), "reduce_dtype must be"),
-    (f"{DISTRIBUTED} {LOCAL}", dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1"),
-    (DISTRIBUTED, dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(24)), "pass one Mask"),
-    (DISTRIBUTED, TWO | dict(mask=masks_of(24, 9)), "mask[1] is 9 x 9, the layout has 24 tokens"),
-    (
-        INVARIANT,
-        TWO | dict(mask=[CAUSAL, Mask.full(24)], layout=CONTIGUOUS, rank_invariant=True),
+WRONG = {  # functions: a part of the error: changed arguments, or several such changes
+    f"{ATTEND} attention_forward decode_attention": {
+        "mask must be a can": dict(mask=zeros(24, 24))
+    },
+    f"{ATTEND} {LOCAL} decode_attention dispatch prepare": {
+        "for packed documents pass Mask.documents(cu_seqlens)": [
+            dict(mask=ends) for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))
+        ],
+    },
+    ATTEND: {
+        "q is on the meta device": dict(q=X.to("meta")),
+        "q, k, v must share one dtype": dict(v=KV.half()),
+        "q must be a dense tensor": dict(q=X.to_sparse()),
+        "3 query heads are not a multiple of 2": dict(q=X[:, :, :3]),
+        "one width": dict(k=KV[..., :4]),
+        "share the batch": dict(v=KV[:, :5]),
+        "(b, t, heads, width)": dict(q=X[0]),
+        "scale must be finite": dict(scale=float("nan")),
+        "scale must be a number without a gr": dict(scale=torch.ones((), requires_grad=True)),
+        "a tensor on meta, for which each call wou": dict(scale=torch.ones((), device="meta")),
+        "softcap must be None or a number from 1e-30 to 1e30, got 0.0": dict(softcap=0),
+        "backward='fast': expected one of": dict(backward="fast"),
+        "sink must be (4,), a logit for each query head, got (3,)": dict(sink=zeros(3)),
+        "sink must be float32, got torch.float16: cast it": dict(sink=zeros(4).half()),
+    },
+    f"{ATTEND} decode_attention": {"k must be a torch.Tensor": dict(k=None)},
+    DISTRIBUTED: {
+        "reduce_dtype must be": dict(reduce_dtype="float32"),
+        "pass one Mask": dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(24)),
+        "mask[1] is 9 x 9, the layout has 24 tokens": TWO | dict(mask=masks_of(24, 9)),
+    },
+    f"attention {DISTRIBUTED} latent_attention decode_attention": {
+        "return_lse must be True or False, got 'yes'": dict(return_lse="yes"),
+    },
+    f"{DISTRIBUTED} {LOCAL}": {"mask holds 2 Masks for a batch of 1": dict(mask=masks_of(24, 24))},
+    INVARIANT: {
         "rank_invariant=True takes different masks for sequences of a multiple of 128 tokens, got "
-        "24",
-    ),
-    (PLACED, dict(mask=Mask.causal(9), layout=CONTIGUOUS), "the mask is 9 x 9, the layout has 24"),
-    (PLACED, dict(layout="zigzag"), "layout must be a canon.Layout"),
-    (PLACED, dict(layout=Layout.contiguous(24, 5)), "the layout is for 5 ranks, the group has 3"),
-    (
-        PLACED,
-        dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)),
-        "tokens, q holds 8: divide q, k and v by this layout",
-    ),
-    (PLACED, dict(mask=Mask.causal(27)), "q holds 8: pass the layout that divided the tokens"),
-    (
-        PLACED,
-        dict(q=X.transpose(1, 2), k=KV.transpose(1, 2), v=KV.transpose(1, 2)),
-        "got 4 and 2: pass x.transpose(1, 2)",
-    ),
-    (
-        "latent_attention",
-        dict(latent=KV),
-        "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope)",
-    ),
-    (
-        "latent_attention",
-        dict(k_rope=zeros(1, 5, 4)),
-        "the tokens, got q (1, 8, 4, 16), latent (1, 8, 6), k_rope (1, 5, 4), up",
-    ),
-    ("latent_attention", dict(k_rope=zeros(1, T, 16)), "q must be wider than k_rope"),
-    (
-        "latent_attention",
-        dict(up_weight=WEIGHT.mT),
-        "up_weight must be (h * (d - rope + dv), rank)",
-    ),
-    ("latent_attention", dict(up_weight=WEIGHT.half()), "must share one dtype of float64, float32"),
-    ("attention decode_attention", dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
-    ("attention", dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
-    (LOCAL, dict(mask=masks_of(9)), "mask[0] is 9 queries x 9 keys, q holds 8 tokens"),
-    (LOCAL, dict(mask=[masks_of(8)]), "mask[0] must be one canon.Mask"),
-    ("attention_backward", dict(method="fast"), "method='fast': expected one of"),
-    ("attention_backward", dict(dout=X[:, :5]), "dout must be (1, 8, 4, 16), got (1, 5"),
-    ("attention_backward", dict(dlse=LSE, delta=LSE), "not both"),
-    ("merge", dict(other_out=X[:, :5], other_lse=LSE[..., :5]), "parts differ in shape"),
-    (
-        "strided_attention",
-        dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3),
-        "head_stride=3 does not",
-    ),
-    (
-        "strided_attention",
-        dict(head_stride=2, forward_first_stride=2),
-        "forward_first_stride=2: expected 0 < first < head",
-    ),
-    (
-        "strided_attention",
-        dict(head_stride=2, backward_first_stride=1, backward_last_stride=1),
-        "split two head groups",
-    ),
-    (
-        "strided_attention",
-        dict(backward_schedule="rign"),
-        "backward_schedule='rign': expected one o",
-    ),
-    (
-        "strided_attention",
-        dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"),
-        "has no effect with",
-    ),
-    ("magi_attention cast_plan", dict(casts=0), "casts must be a whole number >= 1, got 0"),
-    (
-        "magi_attention cast_plan",
-        dict(casts=2, own_keys_first=False),
-        "casts=2 needs own_keys_first=True or None",
-    ),
-    (
-        "magi_attention cast_plan",
-        dict(own_keys_first=1),
-        "own_keys_first must be True or False, got",
-    ),
-    ("magi_attention", dict(keep_kv=[1]), "unhashable"),
-    (GROUPS, dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
-    ("group_cast", dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
-    ("group_reduce", dict(into=KV[0, :3]), "into must be"),
-    *(
-        ("dispatch", {name: wrong}, f"{name} must be a whole number")
-        for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")
-        for wrong in ("4", True, -(name == "swaps_per_chunk"))
-    ),
-    ("dispatch", dict(imbalance=0.9), "at least 1; got 0.9"),
-    ("dispatch", dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
-    ("dispatch", dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
-    ("dispatch", dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
-    (
-        "dispatch",
-        dict(mask=[CAUSAL, Mask.causal(9)]),
-        "masks of one size: mask[0] has 24 tokens, m",
-    ),
-    ("dispatch", dict(mask=[]), "mask holds no Mask"),
-    ("dispatch", dict(mask=None), ": pass Mask.causal(tokens)"),
-    ("dispatch", dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
-    (
-        "dispatch",
-        dict(rank_invariant=True, chunk=200),
-        "multiple of 128 tokens, got 200: call dispatch(..., chunk=256",
-    ),
-    ("plan_report", dict(chunk=0), "chunk must be a whole number >= 1"),
-    ("cast_plan plan_report", dict(layout=[[range(24)]]), "layout must be a Layout, got"),
-    ("cast_plan prepare", dict(layout=Layout.zigzag(41, 3)), "the layout has 41 tokens"),
-    ("prepare", dict(function="merge"), "function='merge'"),
-    ("prepare", dict(function="attention"), "runs on one rank"),
-    ("prepare", dict(function="zigzag_attention"), "a layout of its own"),
-    ("prepare", dict(function="strided_attention", head_stride=3), "head_stride=3 does not divide"),
-    ("prepare", dict(group=None, layout=None), "layout must be a canon.Layout"),
-    (
-        "prepare",
-        dict(group="a group"),
-        "plans do not depend on a group: pass rank=, and mesh_heads=",
-    ),
-    ("prepare", dict(rank=3), "rank 3 is not one of the layout's 3"),
-    ("prepare", dict(stage=0), "no option stage: expected"),
-    ("prepare", dict(heads=4), "heads must be two whole numbers"),
-    ("prepare", dict(heads=(4, 3)), "not a multiple"),
-    ("prepare", dict(function="latent_attention"), "a key head for each query head: heads must be"),
-    ("prepare", dict(dtype="bfloat16"), "dtype must be"),
-    ("prepare", dict(requires_grad=None), "requires_grad must be True or False"),
-    (MOVES, dict(dim=4), "x of shape (1, 8, 4, 16) has no dim 4"),
-    (MOVES, dict(x=X[:, :5]), "tokens along dim 1; the layout is for 3 ranks"),
-    (
-        "redistribute",
-        dict(to=Layout.zigzag(9, 3)),
-        "to has 9 tokens on 3 ranks, the layout 24 on 3",
-    ),
-    ("redistribute", dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
-    ("sequence_loss", dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
-    (LOSSES, dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
-    (
-        LOSSES,
-        dict(shift_labels=torch.full((1, T), 5)),
-        "shift_labels must be in 0..4 or ignore_index=-100, got 5",
-    ),
-    (LOSSES, dict(ignore_index=0.5), "ignore_index must be a whole number"),
-    (
-        LOSSES,
-        dict(weights=zeros(1, 3)),
-        "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)",
-    ),
-    (LOSSES, dict(weights=zeros(1, T, requires_grad=True)), "a gradient: pass weights.detach()"),
-    (LOSSES, dict(weights=zeros(1, T).int()), "weights must be floating-point"),
-    (LOSSES, dict(weights=zeros(1, T) - 1), "weights must be finite, and 0 or at least 1.2e-38"),
-    (
-        LOSSES,
-        dict(num_items_in_batch=-1),
-        "num_items_in_batch must be a finite number >= 0, got -1",
-    ),
-    (LOSSES, dict(num_items_in_batch=torch.ones(2)), "a number >= 0, got a tensor of shape (2,)"),
-    (
-        LINEAR,
-        dict(hidden=zeros(1, 3, 3)),
-        "hidden must be (b, t, width) and shift_labels (b, t), or",
-    ),
-    (LINEAR, dict(linear_weight=zeros(5, 4)), "must be (vocabulary, 3) and not empty, got (5, 4)"),
-    (
-        LINEAR,
-        dict(linear_weight=zeros(5, 3).double()),
-        "hidden, linear_weight must share one dtype",
-    ),
-    (
-        LINEAR,
-        dict(linear_bias=zeros(4)),
-        "linear_bias must be (5,), a row for each of linear_weight",
-    ),
-    (LINEAR, dict(softcap=0.0), "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
-    (LINEAR, dict(z_loss=float("nan")), "z_loss must be a finite number >= 0, got nan"),
-    (
-        LINEAR,
-        dict(label_smoothing=True),
-        "label_smoothing must be a number >= 0 and <= 1, got True",
-    ),
-    (LINEAR, dict(chunk=0), "chunk must be a whole number >= 1, got 0"),
-    (
-        "attention strided_attention",
-        dict(rank_invariant=True, backward="fused"),
-        "backward='fused'",
-    ),
-    ("attention", dict(rank_invariant=1), "rank_invariant must be True or False"),
-    (
-        "attention ring_attention",
-        dict(return_max_logits=1),
-        "return_max_logits must be True or False, got 1",
-    ),
-    (
-        INVARIANT,
-        dict(rank_invariant=True, reduce_dtype=torch.float32),
-        "reduce_dtype=torch.f",
-    ),
-    (
-        "strided_attention",
-        dict(rank_invariant=True, backward_schedule="ring"),
-        "backward_schedule='ring'",
-    ),
-    (
-        "magi_attention",
-        dict(rank_invariant=True, own_keys_first=True),
-        "with own_keys_first=False or None",
-    ),
-]
+        "24": TWO | dict(mask=[CAUSAL, Mask.full(24)], layout=CONTIGUOUS, rank_invariant=True),
+        "reduce_dtype=torch.f": dict(rank_invariant=True, reduce_dtype=torch.float32),
+    },
+    PLACED: {
+        "the mask is 9 x 9, the layout has 24": dict(mask=Mask.causal(9), layout=CONTIGUOUS),
+        "layout must be a canon.Layout": dict(layout="zigzag"),
+        "the layout is for 5 ranks, the group has 3": dict(layout=Layout.contiguous(24, 5)),
+        "tokens, q holds 8: divide q, k and v by this layout": dict(
+            layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)
+        ),
+        "q holds 8: pass the layout that divided the tokens": dict(mask=Mask.causal(27)),
+        "got 4 and 2: pass x.transpose(1, 2)": dict(
+            q=X.transpose(1, 2), k=KV.transpose(1, 2), v=KV.transpose(1, 2)
+        ),
+    },
+    "latent_attention": {
+        "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope)": dict(latent=KV),
+        "the tokens, got q (1, 8, 4, 16), latent (1, 8, 6), k_rope (1, 5, 4), up": dict(
+            k_rope=zeros(1, 5, 4)
+        ),
+        "q must be wider than k_rope": dict(k_rope=zeros(1, T, 16)),
+        "up_weight must be (h * (d - rope + dv), rank)": dict(up_weight=WEIGHT.mT),
+        "must share one dtype of float64, float32": dict(up_weight=WEIGHT.half()),
+    },
+    "attention decode_attention": {"mask is 5 queries x 5 keys": dict(mask=Mask.causal(5))},
+    "attention": {
+        "as many queries as keys, got 8, 5": dict(k=KV[:, :5], v=KV[:, :5]),
+        "rank_invariant must be True or False": dict(rank_invariant=1),
+    },
+    LOCAL: {
+        "mask[0] is 9 queries x 9 keys, q holds 8 tokens": dict(mask=masks_of(9)),
+        "mask[0] must be one canon.Mask": dict(mask=[masks_of(8)]),
+    },
+    "attention_backward": {
+        "method='fast': expected one of": dict(method="fast"),
+        "dout must be (1, 8, 4, 16), got (1, 5": dict(dout=X[:, :5]),
+        "not both": dict(dlse=LSE, delta=LSE),
+    },
+    "merge": {"parts differ in shape": dict(other_out=X[:, :5], other_lse=LSE[..., :5])},
+    "strided_attention": {
+        "head_stride=3 does not": dict(
+            k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3
+        ),
+        "forward_first_stride=2: expected 0 < first < head": dict(
+            head_stride=2, forward_first_stride=2
+        ),
+        "split two head groups": dict(
+            head_stride=2, backward_first_stride=1, backward_last_stride=1
+        ),
+        "backward_schedule='rign': expected one o": dict(backward_schedule="rign"),
+        "has no effect with": dict(
+            head_stride=2, backward_first_stride=1, backward_schedule="ring"
+        ),
+        "backward_schedule='ring'": dict(rank_invariant=True, backward_schedule="ring"),
+    },
+    "magi_attention cast_plan": {
+        "casts must be a whole number >= 1, got 0": dict(casts=0),
+        "casts=2 needs own_keys_first=True or None": dict(casts=2, own_keys_first=False),
+        "own_keys_first must be True or False, got": dict(own_keys_first=1),
+    },
+    "magi_attention": {
+        "keep_kv must be True or False, got [1]": dict(keep_kv=[1]),
+        "with own_keys_first=False or None": dict(rank_invariant=True, own_keys_first=True),
+    },
+    GROUPS: {"stage 1 is not one of the plan's 1 casts": dict(stage=1)},
+    "group_cast": {"group_cast: x has 7 rows": dict(x=KV[0, 1:])},
+    "group_reduce": {"into must be": dict(into=KV[0, :3])},
+    "dispatch": {
+        **{
+            f"{name} must be a whole number": [
+                {name: wrong} for wrong in ("4", True, -(name == "swaps_per_chunk"))
+            ]
+            for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")
+        },
+        "at least 1; got 0.9": dict(imbalance=0.9),
+        "imbalance must be a number >= 1, got": dict(imbalance="1.05"),
+        "are too large for 300 cells in 64 bits": dict(imbalance=1e30),
+        "mask is 3 x 4, not square": dict(mask=Mask([], 3, 4)),
+        "masks of one size: mask[0] has 24 tokens, m": dict(mask=[CAUSAL, Mask.causal(9)]),
+        "mask holds no Mask": dict(mask=[]),
+        ": pass Mask.causal(tokens)": dict(mask=None),
+        "rank_invariant must be True or False, got None": dict(rank_invariant=None),
+        "multiple of 128 tokens, got 200: call dispatch(..., chunk=256": dict(
+            rank_invariant=True, chunk=200
+        ),
+    },
+    "plan_report": {"chunk must be a whole number >= 1": dict(chunk=0)},
+    "cast_plan plan_report": {"layout must be a Layout, got": dict(layout=[[range(24)]])},
+    "cast_plan prepare": {"the layout has 41 tokens": dict(layout=Layout.zigzag(41, 3))},
+    "prepare": {
+        "function='merge'": dict(function="merge"),
+        "runs on one rank": dict(function="attention"),
+        "a layout of its own": dict(function="zigzag_attention"),
+        "head_stride=3 does not divide": dict(function="strided_attention", head_stride=3),
+        "layout must be a canon.Layout": dict(group=None, layout=None),
+        "plans do not depend on a group: pass rank=, and mesh_heads=": dict(group="a group"),
+        "rank 3 is not one of the layout's 3": dict(rank=3),
+        "no option stage: expected": dict(stage=0),
+        "heads must be two whole numbers": dict(heads=4),
+        "not a multiple": dict(heads=(4, 3)),
+        "a key head for each query head: heads must be": dict(function="latent_attention"),
+        "dtype must be": dict(dtype="bfloat16"),
+        "requires_grad must be True or False": dict(requires_grad=None),
+    },
+    MOVES: {
+        "x of shape (1, 8, 4, 16) has no dim 4": dict(dim=4),
+        "tokens along dim 1; the layout is for 3 ranks": dict(x=X[:, :5]),
+    },
+    "redistribute": {
+        "to has 9 tokens on 3 ranks, the layout 24 on 3": dict(to=Layout.zigzag(9, 3)),
+        "redistribute: to must be a Layout, got 'zigzag'": dict(to="zigzag"),
+    },
+    "sequence_loss": {"got (1, 3, 5) and (1, 8)": dict(logits=zeros(1, 3, 5))},
+    LOSSES: {
+        "shift_labels must be int64": dict(shift_labels=zeros(1, T)),
+        "shift_labels must be in 0..4 or ignore_index=-100, got 5": dict(
+            shift_labels=torch.full((1, T), 5)
+        ),
+        "ignore_index must be a whole number": dict(ignore_index=0.5),
+        "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)": dict(
+            weights=zeros(1, 3)
+        ),
+        "a gradient: pass weights.detach()": dict(weights=zeros(1, T, requires_grad=True)),
+        "weights must be floating-point": dict(weights=zeros(1, T).int()),
+        "weights must be finite, and 0 or at least 1.2e-38": dict(weights=zeros(1, T) - 1),
+        "num_items_in_batch must be a finite number >= 0, got -1": dict(num_items_in_batch=-1),
+        "a number >= 0, got a tensor of shape (2,)": dict(num_items_in_batch=torch.ones(2)),
+    },
+    LINEAR: {
+        "hidden must be (b, t, width) and shift_labels (b, t), or": dict(hidden=zeros(1, 3, 3)),
+        "must be (vocabulary, 3) and not empty, got (5, 4)": dict(linear_weight=zeros(5, 4)),
+        "hidden, linear_weight must share one dtype": dict(linear_weight=zeros(5, 3).double()),
+        "linear_bias must be (5,), a row for each of linear_weight": dict(linear_bias=zeros(4)),
+        "softcap must be None or a number from 1e-30 to 1e30, got 0.0": dict(softcap=0.0),
+        "z_loss must be a finite number >= 0, got nan": dict(z_loss=float("nan")),
+        "label_smoothing must be a number >= 0 and <= 1, got True": dict(label_smoothing=True),
+        "chunk must be a whole number >= 1, got 0": dict(chunk=0),
+    },
+    "attention strided_attention": {
+        "backward='fused'": dict(rank_invariant=True, backward="fused")
+    },
+    "attention ring_attention": {
+        "return_max_logits must be True or False, got 1": dict(return_max_logits=1)
+    },
+}
 BUILT = ": build it from the same arguments on every rank"
 # arguments of one rank that are right in themselves, and the field that the error names
-DIFFERENT = [
-    (DISTRIBUTED, dict(mask=Mask.window(24, 2, 0)), BUILT),
-    (PLACED, dict(layout=Layout.striped(24, 3)), BUILT),
-    (DISTRIBUTED, {x: right(reference, "ring_attention")[x].double() for x in "qkv"}, "dtype"),
-    (DISTRIBUTED, dict(q=X.repeat(1, 1, 2, 1)), "heads and width of q"),
-    (f"{DISTRIBUTED} decode_attention", dict(k=KV[:, :, :1], v=KV[:, :, :1]), "and width of k"),
-    (f"{DISTRIBUTED} decode_attention", dict(v=KV[..., :3]), "width of v"),
-    (DISTRIBUTED, {x: right(reference, "ring_attention")[x][:, :5] for x in "qkv"}, "mask"),
-    (DISTRIBUTED, dict(q=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
-    (f"{DISTRIBUTED} decode_attention", dict(scale=0.5), "scale"),
-    (f"{DISTRIBUTED} decode_attention", dict(softcap=5.0), "softcap: rank 0, 2: None; rank 1: 5.0"),
-    (f"{DISTRIBUTED} decode_attention", dict(sink=zeros(4)), "sink"),
-    (DISTRIBUTED, dict(return_max_logits=True), "return_max_logits"),
-    (DISTRIBUTED, dict(reduce_dtype=torch.bfloat16), "reduce_dtype"),
-    (DISTRIBUTED, dict(backward="split"), "backward"),
-    ("magi_attention", dict(casts=2), "casts"),
-    ("latent_attention", dict(k_rope=zeros(1, T, 2)), "heads and width of k_rope"),
-    ("latent_attention", dict(up_weight=zeros(4 * 20, 6)), "shape of up_weight"),
-    (
-        "latent_attention",
-        dict(up_weight=WEIGHT.clone().requires_grad_()),
-        "requires_grad of q, latent, k_rope, up_weight",
-    ),
-    ("decode_attention", dict(q=X[:, :2]), "shape of q"),
-    ("redistribute", dict(x=X.double()), "dtype: rank 0, 2: torch.float32; rank 1: torch.float64"),
-    ("redistribute", dict(to=Layout.striped(24, 3)), "to: rank 0, 2: Layout("),
-    ("redistribute", dict(x=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
-    ("sequence_loss", dict(logits=zeros(1, T, 6)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
-    ("sequence_loss", dict(logits=zeros(1, T, 5).double()), "dtype: rank 0, 2: torch.float32; ran"),
-    (LOSSES, dict(ignore_index=4), "ignore_index: rank 0, 2: -100; rank 1: 4"),
-    (LOSSES, dict(num_items_in_batch=4), "num_items_in_batch: rank 0, 2: None; rank 1: 4.0"),
-    (LOSSES, dict(weights=zeros(1, T)), "weights: rank 0, 2: "),
-    (LINEAR, dict(softcap=4), "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)"),
-    (LINEAR, dict(linear_weight=zeros(6, 3)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
-]
+DIFFERENT = {
+    DISTRIBUTED: {
+        BUILT: dict(mask=Mask.window(24, 2, 0)),
+        "dtype": {x: right(reference, "ring_attention")[x].double() for x in "qkv"},
+        "heads and width of q": dict(q=X.repeat(1, 1, 2, 1)),
+        "mask": {x: right(reference, "ring_attention")[x][:, :5] for x in "qkv"},
+        "requires_grad": dict(q=zeros(1, T, 4, 16, requires_grad=True)),
+        "return_max_logits": dict(return_max_logits=True),
+        "reduce_dtype": dict(reduce_dtype=torch.bfloat16),
+        "backward": dict(backward="split"),
+    },
+    PLACED: {BUILT: dict(layout=Layout.striped(24, 3))},
+    f"{DISTRIBUTED} decode_attention": {
+        "and width of k": dict(k=KV[:, :, :1], v=KV[:, :, :1]),
+        "width of v": dict(v=KV[..., :3]),
+        "scale": dict(scale=0.5),
+        "softcap: rank 0, 2: None; rank 1: 5.0": dict(softcap=5.0),
+        "sink": dict(sink=zeros(4)),
+    },
+    "magi_attention": {"casts": dict(casts=2)},
+    "latent_attention": {
+        "heads and width of k_rope": dict(k_rope=zeros(1, T, 2)),
+        "shape of up_weight": dict(up_weight=zeros(4 * 20, 6)),
+        "requires_grad of q, latent, k_rope, up_weight": dict(
+            up_weight=WEIGHT.clone().requires_grad_()
+        ),
+    },
+    "decode_attention": {"shape of q": dict(q=X[:, :2])},
+    "redistribute": {
+        "dtype: rank 0, 2: torch.float32; rank 1: torch.float64": dict(x=X.double()),
+        "to: rank 0, 2: Layout(": dict(to=Layout.striped(24, 3)),
+        "requires_grad": dict(x=zeros(1, T, 4, 16, requires_grad=True)),
+    },
+    "sequence_loss": {
+        "vocabulary: rank 0, 2: 5; rank 1: 6": dict(logits=zeros(1, T, 6)),
+        "dtype: rank 0, 2: torch.float32; ran": dict(logits=zeros(1, T, 5).double()),
+    },
+    LOSSES: {
+        "ignore_index: rank 0, 2: -100; rank 1: 4": dict(ignore_index=4),
+        "num_items_in_batch: rank 0, 2: None; rank 1: 4.0": dict(num_items_in_batch=4),
+        "weights: rank 0, 2: ": dict(weights=zeros(1, T)),
+    },
+    LINEAR: {
+        "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)": dict(softcap=4),
+        "vocabulary: rank 0, 2: 5; rank 1: 6": dict(linear_weight=zeros(6, 3)),
+    },
+}
 
 
 def of(table, function):
+    """Return (changed arguments, a part of the error) of a function."""
     return [
-        (change, message) for functions, change, message in table if function in functions.split()
+        (change, message)
+        for functions, rows in table.items()
+        if function in functions.split()
+        for message, changes in rows.items()
+        for change in (changes if isinstance(changes, list) else [changes])
     ]
 
 

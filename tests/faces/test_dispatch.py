@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from random import Random
 
 import pytest
-import torch
 from band_strategies import square_masks
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -203,43 +202,6 @@ def test_no_plan_is_worse_than_zigzag_or_contiguous_chunks(mask, ranks, rates):
     for start in (planner.zigzag, planner.contiguous):
         layout = Layout([planner.tokens_of(held) for held in start(chunks, ranks)], n)
         assert planned <= score(mask, layout, 8, rates)
-
-
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_the_busiest_rank_of_a_pack_moves_less_than_in_zigzag(ranks):
-    """On the packs of notebook 04, in both directions together: dk and dv return to the sender in
-    float32.
-    """
-    busiest = {"zigzag": 0, "dispatch": 0}
-    for cu_seqlens in sampled_packs(8192 * ranks, 8):
-        mask = Mask.documents(cu_seqlens)
-        for name, layout in (
-            ("zigzag", Layout.zigzag(mask.queries, ranks)),
-            ("dispatch", fast.dispatch(mask, ranks)),
-        ):
-            report = fast.plan_report(mask, layout)
-            busiest[name] += max(*report.received, *report.sent)
-    assert busiest["dispatch"] < busiest["zigzag"]
-
-
-def test_one_causal_document_becomes_zigzag(half):
-    mask = Mask.causal(4096)
-    for imbalance in (1.0, 1.05):
-        layout = half.dispatch(mask, 4, chunk=128, imbalance=imbalance)
-        assert all(
-            torch.equal(layout.positions(r), Layout.zigzag(4096, 4).positions(r)) for r in range(4)
-        )
-    report = half.plan_report(mask, layout, chunk=128)
-    assert (report.balance, report.volume) == (1.0, 0.75)
-
-
-def test_a_window_becomes_contiguous(half):
-    mask = Mask.window(8192, 128, 0)
-    layout = half.dispatch(mask, 8, chunk=128)
-    assert layout == Layout.contiguous(8192, 8)
-    report = half.plan_report(mask, layout, chunk=128)
-    assert report.balance < 1.01
-    assert report.volume == 128 / 8192
 
 
 @pytest.mark.parametrize(("ranks", "volume"), [(8, 0.140), (16, 0.155), (32, 0.125), (64, 0.085)])

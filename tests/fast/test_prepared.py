@@ -5,10 +5,11 @@ as written.
 import weakref
 from types import SimpleNamespace
 
+import hopper
 import pytest
 import torch
 from interpreted_replay import recorded
-from sharded import DEVICE
+from sharded import DEVICE, all_equal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from canon import Mask
@@ -30,10 +31,9 @@ def _called_before(monkeypatch):
     monkeypatch.setattr(prepared, "_is_first_call", lambda key: False)
 
 
-def inputs(seed, h=4, g=2, d=16, dv=8, b=2):
-    draw = torch.Generator().manual_seed(seed)
-    sizes = [(MASK.queries, h, d), (MASK.keys, g, d), (MASK.keys, g, dv), (MASK.queries, h, dv)]
-    return [torch.randn(b, *size, generator=draw).to(DEVICE, DTYPE) for size in sizes]
+def inputs(seed, d=16):
+    """Return q, k, v and dout."""
+    return hopper.inputs(MASK, 2, 4, 2, d, 8, DTYPE, seed)[:4]
 
 
 def forward(q, k, v, out, lse):
@@ -41,10 +41,7 @@ def forward(q, k, v, out, lse):
 
 
 def room(q, v):
-    b, t, h, _ = q.shape
-    return torch.full(
-        (b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device
-    ), torch.empty(b, h, t, device=q.device)
+    return [x.fill_(torch.nan) for x in local.empty_result(q, v, q.dtype)]
 
 
 @pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
@@ -70,6 +67,21 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
     assert not [made.reason for made in recorded() if made.reason]
 
 
+def test_both_passes_under_a_sink_are_replayed(replays, monkeypatch):
+    """Each launches a kernel over the keys and one for the sink."""
+
+    def results(seed):
+        *leaves, dout = inputs(seed)
+        leaves = [x.requires_grad_() for x in (*leaves, torch.linspace(-1, 1, 4, device=DEVICE))]
+        out = local.attention(*leaves[:3], MASK, sink=leaves[3])
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    found = [results(seed) for seed in (0, 1)]
+    assert replays() == [""] * 4
+    monkeypatch.setattr(prepared, "REPLAYED", {})
+    assert all(all_equal(found[seed], results(seed)) for seed in (0, 1))
+
+
 def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
     """Local calls give the kind of their tensors; whether two of them are one tensor is still part
     of the key.
@@ -87,16 +99,18 @@ def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
     assert torch.equal(gradient(dout), expected)
 
 
-def test_a_warning_for_atomics_becomes_an_error_in_strict_mode():
-    """A pass that was recorded with ``warn_only=True`` is not replayed without it."""
+def test_atomics_warn_or_raise_where_the_switch_says_so():
+    """A pass that was recorded without the switch, or with ``warn_only=True``, is not replayed in
+    another state.
+    """
     *leaves, dout = inputs(0)
     for x in leaves:
         x.requires_grad_()
 
-    def gradient():
-        return torch.autograd.grad(local.attention(*leaves, MASK, backward="fused"), leaves, dout)
-
     with device.backend("triton"):
+        out = local.attention(*leaves, MASK, backward="fused")
+        gradient = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        gradient()
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
             with pytest.warns(UserWarning, match="any order"):

@@ -2,8 +2,9 @@
 with it.
 
 An MMA multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in
-`canon.fast.kernels.triton.launch` states where that happens. In these tests, ``must`` follows from
-the mask alone, and ``may`` adds the tokens of shared tiles, from the work tables of the kernels.
+paper/in_your_program.md#where-a-nan-goes states where that happens. In these tests, ``must``
+follows from the mask alone, and ``may`` adds the tokens of shared tiles, from the work tables of
+the kernels.
 """
 
 from itertools import product
@@ -90,8 +91,8 @@ def on_hopper(mask: Mask, d: int, method: str) -> Shared:
 def reached(
     planted: str, token: int, seen: torch.Tensor, shared: Shared, fused: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tokens of each result that a NaN at ``token`` reaches: the table in
-    `canon.fast.kernels.triton.launch`.
+    """Return the tokens of each result that a NaN at ``token`` reaches, by the table in
+    paper/in_your_program.md#where-a-nan-goes.
     """
     queries, keys = seen.shape
     at = torch.arange(queries if planted in ("q", "dout") else keys) == token

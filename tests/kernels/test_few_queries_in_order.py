@@ -4,7 +4,6 @@ their tables.
 
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, assert_exact, growing, hopper, inputs
@@ -14,7 +13,6 @@ from sharded import DEVICE, all_equal
 from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launch
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_of
 from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
 from canon.fast.tables.cells import Cells, Places, in_place
 from canon.masks.plan_cache import PLANS
@@ -145,29 +143,6 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
 
 
 # ------------------------------------------------------------------ tables
-@pytest.mark.sweep
-@pytest.mark.parametrize("each", [1, 2, 100])
-@pytest.mark.parametrize("name", MASKS)
-def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(name, each):
-    mask, columns = MASKS[name], 128
-    plan = plan_of.__wrapped__(in_order(mask), 2, columns, each)
-    own = [visit for _, begin, own, end in plan.chunks for visit in plan.order[own:end]]
-    assert own == list(range(len(plan.columns)))
-    seen = mask.dense().numpy()
-    for tile, begin, own, end in plan.chunks:
-        first = plan.work[8 * (1 + tile)]
-        rows = np.arange(first, plan.work[8 * (1 + tile) + 1])
-        columns_of_chunk = plan.columns[plan.order[own:end], 0]
-        for row in rows:
-            of_row = [c for c in columns_of_chunk if seen[row, c : c + columns].any()]
-            if of_row:
-                visit = plan.first_visits[row]
-                assert plan.columns[visit, 0] == np.flatnonzero(seen[row])[0] // columns * columns
-                assert visit in plan.order[begin:end]
-    assert (plan.first_visits >= 0).tolist() == seen.any(1).tolist()
-    assert plan.tiles[-1].tolist() == [len(plan.columns), len(plan.chunks)]
-
-
 def test_queries_that_see_different_keys_do_not_share_a_tile():
     apart = Mask([Band(i, i + 1, 1000 * i, 1000 * i + 1000) for i in range(8)], 8, 8000)
     assert tokens_of_tile(in_order(apart), 4, 128) == 1

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from hopper import assert_methods, both_passes, inputs
 from sharded import DEVICE
 
 from canon import Layout, Mask
@@ -61,19 +62,6 @@ def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs
     )
 
 
-def test_fused_raises_under_deterministic_algorithms(deterministic):
-    mask = Mask.causal(64)
-    q, k, v = (torch.randn(1, 64, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    run = lambda method: local.attention(q, k, v, mask, backward=method).sum().backward()
-    for method in ("auto", "split", "head_parallel"):
-        run(method)
-    with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
-        run("fused")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with pytest.warns(UserWarning, match="adds to dq in any order"):
-        run("fused")
-
-
 def test_backends_are_named():
     with pytest.raises(ValueError, match="'gluon', 'triton', 'cuda', 'torch'"), backend("tritn"):
         pass
@@ -90,6 +78,14 @@ def test_configurations_fit_the_device_up_to_a_width_of_512(arch):
 def test_too_little_shared_memory_names_need_and_limit():
     with pytest.raises(ValueError, match=r"needs at least \d+ bytes.*this device has 1000"):
         config.fitting("dkdv", 128, 128, 2, 1000, False, False)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "method"), [(512, 512, "split"), (512, 512, "fused"), (300, 512, "head_parallel")]
+)
+def test_heads_up_to_512_wide_agree(d, dv, method):
+    mask = Mask.window(150, 90, 3)
+    assert_methods(both_passes, inputs(mask, d=d, dv=dv), mask, methods=[method])
 
 
 def test_wider_heads_raise_and_name_the_limit():

@@ -1,4 +1,4 @@
-"""Few queries over many keys are computed in parts of the keys: results, bits, rule and replay."""
+"""Few queries over many keys are computed in parts of the keys: results, bits and rule."""
 
 import functools
 
@@ -6,14 +6,12 @@ import hopper
 import pytest
 import torch
 from hopper import FEW, assert_exact
-from interpreted_replay import EVERYWHERE, recorded
 from sharded import DEVICE, all_equal
 
 from canon import Band, Mask, fast
 from canon.fast import device, local
 from canon.fast.kernels.triton import parts
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.replay import recordings
 from canon.fast.tables import key_parts
 from canon.fast.tables.key_parts import part_table
 from canon.masks.plan_cache import PLANS
@@ -144,7 +142,7 @@ def test_a_part_below_the_range_has_no_weight_and_a_query_beyond_it_is_nan():
     assert out[:, 3].isfinite().all()
 
 
-# ---------------------------------------------------------------------- rule, replay, preparation
+# ---------------------------------------------------------------------- rule, preparation
 @pytest.fixture
 def calls(monkeypatch):
     """The launches in parts."""
@@ -181,22 +179,6 @@ def test_three_functions_use_parts_and_rank_invariant_does_not(calls):
     assert calls == [mask, mask, mask, Mask.concat([mask, Mask.full(17, N)])]
     attended(q, k, v, mask, rank_invariant=True)
     assert len(calls) == 4
-
-
-@pytest.mark.parametrize("name", ["causal", "window", "no bands"])
-def test_a_repeated_call_is_replayed_with_the_same_bits(name, monkeypatch):
-    mask = MASKS[name]
-    expected = [
-        local.attention_forward(*inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3], mask)
-        for seed in (0, 1)
-    ]
-    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
-    PLANS.clear()
-    for seed in (0, 1, 1):
-        tensors = inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3]
-        assert not different(local.attention_forward(*tensors, mask), expected[seed])
-        assert not different(attended(*tensors, mask), expected[seed])
-    assert [made.reason for made in recorded()] == ["", ""]
 
 
 def test_a_prepared_call_makes_no_table():

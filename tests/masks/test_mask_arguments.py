@@ -170,7 +170,6 @@ VALUES = [  # parts of the error
     (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), "8", "9"),
     (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), "4", "9"),
     (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), "8 x 8", "9"),
-    (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), "3 ranks"),
 ]
 TYPES = [  # parts of the error
     (lambda: Mask.documents([0, 8], causal="no"), "causal must be True or False, got 'no'"),

@@ -13,7 +13,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from programs import SOURCES, TESTS
 from short_waits import shorten_waits
 
 from canon import Layout, fast, reference
@@ -116,7 +115,6 @@ def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how
         port = free.getsockname()[1]
     options = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
     options["env"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    options["env"]["PYTHONPATH"] = os.pathsep.join([SOURCES, TESTS])
     start_rank = lambda rank: subprocess.Popen(
         [sys.executable, "-c", END, str(port), str(rank), how], **options
     )

@@ -7,7 +7,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh
 from sharded import all_equal, whole
+from torch.autograd.functional import hessian, jvp
 from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast, reference
@@ -174,17 +176,18 @@ def test_gradients_that_are_not_needed_are_not_sent(half, function, sent):
 
 
 @pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
+@pytest.mark.parametrize("frozen", ["q", "k", "v", "k v sink", "q k", "q k v"])
 def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
-    def grads(frozen):
-        leaves = [
-            x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)
-        ]
-        half.attention(*leaves, backward=method).square().sum().backward()
-        return [x.grad for x in leaves]
+    def grads(*frozen):
+        leaves = dict(zip("qkv", inputs(), strict=True)) | {"sink": torch.linspace(-1, 1, 4)}
+        for name, x in leaves.items():
+            x.requires_grad_(name not in frozen)
+        half.attention(**leaves, backward=method).square().sum().backward()
+        return {name: x.grad for name, x in leaves.items()}
 
-    for name, some, expected in zip("qkv", grads(frozen), grads(""), strict=True):
-        assert some is None if name in frozen else torch.equal(some, expected)
+    every, some = grads(), grads(*frozen.split())
+    for name, grad in some.items():
+        assert grad is None if name in frozen.split() else torch.equal(grad, every[name])
 
 
 # --- unsupported differentiation
@@ -208,3 +211,22 @@ def test_unsupported_differentiation_is_named(half, function):
     (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         (dq.sum() + q.sum()).backward()
+
+
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_second_derivatives_are_not_silently_zero(half, over_mesh):
+    """torch takes gradients that do not depend on an input for constants."""
+
+    def program():
+        over = functools.partial(half.ring_attention, group=mesh(2, 2)) if over_mesh else None
+        function = over or half.attention
+        attend = lambda q, k, v, sink: function(q, k, v, sink=sink)
+        given = [*inputs(), torch.zeros(4)]
+        for place, x in enumerate(given):
+            of_one = lambda x, i=place: attend(*given[:i], x, *given[i + 1 :])
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                hessian(lambda x, f=of_one: f(x).sum(), x)
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                jvp(of_one, x, x)
+
+    process_groups.threads(program, 4) if over_mesh else program()

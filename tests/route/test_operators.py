@@ -1,5 +1,5 @@
-"""Claims about the operators canon::...: torch's own checks pass, and dispatch modes can save and
-trace a call.
+"""Claims about the operators canon::...: torch's own checks pass, and dispatch modes can save
+a call.
 """
 
 from functools import partial
@@ -9,7 +9,6 @@ import sampling
 import torch
 import torch.distributed as dist
 from compiled import inputs
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -146,18 +145,3 @@ def test_a_saved_operator_sends_no_messages_again(half, function, sent):
             assert all(map(torch.equal, mine, theirs))
     assert counts["selective"] == messages
     assert counts["full"] == counts["reentrant"] > messages, "the forward pass runs again"
-
-
-# --- other modes
-
-
-def test_a_mode_sees_one_operator_for_each_pass(half):
-    attend = half.attention
-    leaves = inputs()
-    graph = make_fx(lambda *x: torch.autograd.grad(attend(*x, MASK).sum(), x), tracing_mode="fake")(
-        *leaves
-    )
-    names = [str(node.target) for node in graph.graph.nodes if "canon" in str(node.target)]
-    assert names == ["canon.attention.default", "canon.attention_backward.default"]
-    expected = torch.autograd.grad(attend(*leaves, MASK).sum(), leaves)
-    assert all(map(torch.equal, graph(*leaves), expected))

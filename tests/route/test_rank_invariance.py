@@ -63,7 +63,6 @@ def test_a_head_of_width_1_has_its_bits_alone_and_among_others(half, dtype, d, d
     assert not different(of_first, got)
 
 
-@both_halves
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("width", [1, 3, 5, 6, 7, 9, 11])
 def test_a_query_has_its_bits_at_any_row_of_a_tile(half, dtype, width):
@@ -73,11 +72,20 @@ def test_a_query_has_its_bits_at_any_row_of_a_tile(half, dtype, width):
 
     def attended_from(start):
         mask, options = Mask.causal(tokens - start, tokens), dict(return_lse=True)
-        return HALVES[half].attention(q[:, start:], k, v, mask, rank_invariant=True, **options)
+        return half.attention(q[:, start:], k, v, mask, rank_invariant=True, **options)
 
     out, lse = attended_from(0)
     for start in (1, 130, tokens - 1):
         assert same_bits(attended_from(start), (out[:, start:], lse[:, :, start:]))
+
+
+def test_the_strides_of_dout_leave_the_bits_of_gradients(half):
+    """PyTorch adds a strided axis in another order than a contiguous one."""
+    *qkv, dout, _ = inputs(MASKS["causal"], "grouped", torch.float32)
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    out = half.attention(*qkv, rank_invariant=True)
+    differentiate = lambda dout: torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    assert same_bits(differentiate(dout), differentiate(dout.mT.contiguous().mT))
 
 
 @pytest.mark.parametrize(

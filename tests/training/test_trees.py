@@ -140,13 +140,6 @@ def same_numbers(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("multiple_of", [1, 2, 4])
-def test_a_tree_has_the_losses_of_separate_sequences(multiple_of):
-    model, tree = new_model(), pack(HARD, multiple_of)
-    losses = model.losses(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
-    same_numbers(tree.unpack(losses), [alone(model, sequence) for sequence in HARD])
-
-
 def compare_on_ranks(model, tree, expected):
     """Each rank computes its part of the tree. ``expected``: loss and gradients for each of the two
     weights.

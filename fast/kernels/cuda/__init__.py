@@ -1,5 +1,3 @@
 """Kernels in CUDA C++ for sm_80 and later: `mma.sync`, `cp.async`, compiled at run time by NVRTC
 (pip install 'canon[cuda]').
-
-`launch` has the functions of `canon.fast.kernels.triton.launch`.
 """

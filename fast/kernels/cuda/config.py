@@ -1,7 +1,7 @@
 """Tile sizes of the CUDA kernels: the first of a table that fits.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv". ``parts`` warps share rows, and divide the columns and widths.
+``rows`` and ``columns`` are those of `canon.fast.kernels.gluon.config`. ``parts`` warps share rows,
+and divide the columns and widths.
 """
 
 from dataclasses import dataclass, replace

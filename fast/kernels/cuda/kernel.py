@@ -1,6 +1,5 @@
-"""Load compiled CUDA kernels, pack their parameters and launch them.
-
-A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes."""
+"""Load compiled CUDA kernels and launch them. A kernel has one parameter, a structure: addresses,
+strides (int64), then numbers of four bytes."""
 
 import ctypes
 import struct
@@ -22,7 +21,7 @@ _collected: list[dict[Any, Callable[[], Any]]] = []  # of `collecting`
 
 
 class Variant(NamedTuple):
-    """What is compiled, and how it is launched."""
+    """A compiled kernel and its launch."""
 
     macros: Macros
     warps: int

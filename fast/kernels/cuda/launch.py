@@ -110,7 +110,7 @@ def dkdv(
 
 
 def check(q: Tensor) -> None:
-    """Raise ValueError for another dtype or device."""
+    """Raise ValueError for other tensors."""
     remedy = 'use backend("triton")'
     if q.dtype not in DTYPES:
         raise ValueError(f"the CUDA kernels support bfloat16 and float16, not {q.dtype}: {remedy}")

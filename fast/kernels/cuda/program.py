@@ -1,7 +1,7 @@
 """Compile CUDA C++ at run time by NVRTC (through `cuda-core`), and keep the cubins on disk.
 
-The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so two
-processes may write the same one."""
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. Two processes may write the same file.
+"""
 
 import hashlib
 import io

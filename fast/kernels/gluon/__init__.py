@@ -1,3 +1,1 @@
-"""Kernels for Hopper (sm_90) in Gluon. Read `forward_plain`, `tile_ring` and `tile_queue` first;
-`tile_scheduler` makes the schedules on the host.
-"""
+"""Kernels for Hopper (sm_90) in Gluon. Read `forward_plain`, `tile_ring` and `tile_queue` first."""

@@ -90,9 +90,8 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 def choose(
     kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
 ) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths, or raise ValueError.
-
-    ``seen``: mean tiles that a query sees; ``most_rows``: of the configurations of `LONG_TABLE`."""
+    """Return the configuration and the padded widths, or raise ValueError. ``seen``: mean tiles
+    that a query sees; ``most_rows``: of `LONG_TABLE`."""
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))

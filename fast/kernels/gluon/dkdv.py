@@ -67,7 +67,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @aggregate
 class Constants:
-    """Constants of a launch: tiles of ROWS keys and COLUMNS queries, widths, rings, switches."""
+    """Tiles of ROWS keys and COLUMNS queries, widths, rings, switches."""
 
     ROWS: gl.constexpr
     COLUMNS: gl.constexpr

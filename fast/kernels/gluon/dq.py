@@ -63,7 +63,7 @@ class Constants:
 @aggregate
 class Buffers:
     """The owned ``q`` (its barriers also guard ``published``) and ``dout`` of each warpgroup, and
-    rings of ``k`` and ``v``.
+    two rings.
     """
 
     q: Ring

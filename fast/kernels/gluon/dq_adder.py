@@ -1,5 +1,5 @@
-"""dq of the fused backward: the warpgroups compute parts of it, and an adder warp adds them to
-float32 dq in global memory.
+"""dq of the fused backward: warpgroups compute parts, and an adder warp adds them to float32 dq in
+global memory.
 
     warpgroups    dS (keys x queries) to shared memory   -> ds_full
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full

@@ -35,7 +35,7 @@ from canon.masks.plan_cache import cached_part, cached_plan
 SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
 # CTAs of one head wait for one another; heads share few reads of L2. So additions to a tile of dq x
-# heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
+# heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES:
 # paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
@@ -60,7 +60,7 @@ LAG = 2.5
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads (query heads of a key head) are in flight: as many as fit the
-    L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
+    L2 cache, or more if dq is ordered, by ``additions`` to a mean tile.
     """
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
@@ -112,8 +112,8 @@ def idle_end(cost: np.ndarray) -> float:
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of SMS / together short and long work tiles
-    alternating: the shortest ascending, then the longest descending. Causal work tiles all end at
-    the last query, so this staggers starts and ends.
+    alternating: the shortest ascending, then the longest descending. This staggers the starts and
+    ends of causal work tiles.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)

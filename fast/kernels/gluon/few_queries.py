@@ -1,5 +1,4 @@
-"""The weights of few queries over many keys, with the bits of `forward`: all keys at once, for sums
-in order.
+"""The weights of few queries over many keys, with the bits of `forward`.
 
     weights_kernel   a CTA for each chunk of keys     P = exp(S - m), and the sums     reads Q and K
                                                       of P, of every tile

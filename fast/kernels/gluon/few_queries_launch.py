@@ -1,5 +1,4 @@
-"""Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs
-work.
+"""Launches of `few_queries`, for calls with ``rank_invariant=True`` that would keep few CTAs busy.
 
 Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), query heads x queries x keys that
 any of these queries sees. Calls with more than 2^27 weights run `forward`. Several ranks have no
@@ -92,7 +91,7 @@ def forward_of_few(
 
 
 def empty_weights(q: Tensor, plan: FewQueriesPlan) -> tuple[Tensor, Tensor]:
-    """Allocate the weights p and their sums, the results of `weights_kernel`."""
+    """Allocate the results of `weights_kernel`."""
     tiles, rows = q.shape[0] * q.shape[2] // plan.pack * len(plan.columns), plan.tokens * plan.pack
     p = torch.empty(tiles, rows, 1, plan.keys, dtype=q.dtype, device=q.device)
     return p, torch.empty(2, tiles, rows, 4, dtype=torch.float32, device=q.device)

@@ -1,4 +1,4 @@
-"""The sums over many keys of few queries, tile after tile, from the weights of `few_queries`.
+"""The sums over many keys of few queries, from the weights of `few_queries`.
 
     loader          P, V     of each visit, to STAGES buffers
     add_products    wait for both: O += P V, release those of the visit before

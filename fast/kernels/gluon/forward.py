@@ -1,5 +1,5 @@
 """The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK
-heads) after another. Read `forward_plain` first, a kernel without these refinements.
+heads) after another. Read `forward_plain` first.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)

@@ -36,7 +36,7 @@ class Output:
 
 @aggregate
 class Constants:
-    """Constants of a launch: its WARPGROUPS, widths and switches, SOFTCAP (None or the limit)."""
+    """WARPGROUPS, widths and switches, SOFTCAP (None or the limit)."""
 
     WARPGROUPS: gl.constexpr
     D: gl.constexpr
@@ -93,7 +93,7 @@ class Warpgroup:
 @aggregate
 class Tile:
     """A visited tile: buffer of Q, first token, its span and the end of the spans, first column,
-    and the column after the span's last tile.
+    and the end of the span.
     """
 
     q_buffer: gl.tensor

@@ -1,5 +1,4 @@
-"""The forward kernel for Hopper without refinements: read it first. `forward` is the kernel that
-calls run.
+"""The forward kernel for Hopper without refinements: read it first. Calls run `forward`.
 
 A CTA computes one work tile, 128 queries of one head:
 

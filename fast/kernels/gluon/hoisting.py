@@ -1,4 +1,4 @@
-"""Keep the compiler from hoisting cheap integers out of a loop, into registers."""
+"""Keep the compiler from hoisting cheap integers into registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

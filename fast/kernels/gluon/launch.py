@@ -1,5 +1,4 @@
-"""Launches of the Hopper kernels: the functions of a kernel backend. Ranges and NaN are those of
-`canon.fast.kernels.triton.launch`.
+"""Launches of the Hopper kernels. Ranges and NaN are those of `canon.fast.kernels.triton.launch`.
 
 TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
 copied, as are results that kernels cannot write in place. Tokens that tiles load but the mask does
@@ -124,10 +123,9 @@ def forward(
 
 
 # ------------------------------------------------------------ few queries, keys of several ranks
-# The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
-# keys.
+# The steps of `canon.fast.decode_in_order` on a rank.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors, whatever the masks."""
+    """Return whether there are kernels for such tensors."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     few = q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
     return config.stale_maximum and v.shape[3] > 0 and q.numel() > 0 and few
@@ -363,7 +361,7 @@ def token_states(cells: Cells, keys: bool) -> np.ndarray:
 @cached_plan
 def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: several if that saves a tenth of the
-    visits (rank_invariant=True: a twentieth), as ends of short documents waste less of it.
+    visits (rank_invariant=True: a twentieth), as for short documents.
     """
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = count_visits(cells, rows, columns)
@@ -431,7 +429,7 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 
 def constants(kernel, config: Config) -> dict:
-    """Return the compile-time arguments that the configuration states."""
+    """Return the compile-time arguments of the configuration."""
     stated = {"STAGES": config.stages, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
     if kernel is dq_kernel:
         stated["V_STAGES"] = config.v_stages or config.stages

@@ -58,7 +58,7 @@ def store_layout(columns):
 
 @gluon.constexpr_function
 def scalar_layout(warps):
-    """Return the layout of a number that every thread of a partition holds."""
+    """Return the layout of a number that all threads hold."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 

@@ -51,8 +51,8 @@ def choose_method(
 def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
     """Return whether "fused" with dq in any order is faster than "split".
 
-    ``share``: query heads that share a key head; ``width`` is padded. tests/fast/
-    test_method_records.py compares the choice with the records."""
+    ``share``: query heads that share a key head; ``width`` is padded.
+    tests/fast/test_method_records.py has the records."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
     if visited <= least * tiles:

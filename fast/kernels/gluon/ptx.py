@@ -1,6 +1,5 @@
-"""All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
-
-tests/kernels/gluon/test_ptx.py runs the text of ``*_ptx`` on an emulated warp.
+"""All inline PTX of the Hopper kernels, and operations of Triton that Gluon lacks.
+tests/kernels/gluon/test_ptx.py runs ``*_ptx`` on an emulated warp.
 """
 
 from triton._C.libtriton import ir
@@ -156,7 +155,7 @@ def keep_between_ptx(number, value):
 
 @gluon.constexpr_function
 def in_place_constraints(number, kind, others):
-    """Return the constraints of results, inputs in place, and ``others`` inputs of a kind."""
+    """Return constraints of results, inputs in place, and ``others`` of a kind."""
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + [kind] * others)
 
 
@@ -337,7 +336,7 @@ def declare_registers_ptx(warpgroup, columns):
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare once a warpgroup's flag and copy of rounded P: Gluon has no scalars by thread."""
+    """Declare a warpgroup's flag and copy of rounded P: Gluon has no scalars by thread."""
     run_ptx(declare_registers_ptx(W, p.shape[1]))
 
 

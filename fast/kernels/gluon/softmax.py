@@ -1,4 +1,4 @@
-"""The online softmax of the forward kernel, on the registers of one warpgroup.
+"""The online softmax of the forward kernel.
 
 Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
 stays four partial sums. Any m gives the same result up to rounding, unless P overflows or

@@ -1,5 +1,5 @@
 """The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and
-verified afterwards.
+verified afterwards (paper/stale_maximum.md).
 
 Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is,
 so the maximum and its exchange are saved. The warpgroup votes on the sums once in a tile:

@@ -1,5 +1,5 @@
-"""The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that
-each one visits.
+"""The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans that each one
+visits.
 
 One int32 tensor ``work`` (a single pointer saves registers) holds the schedule of `tile_scheduler`:
 
@@ -89,7 +89,7 @@ def receive(published, full, parity):
 
 @gluon.jit
 def receive_after(published, full, done):
-    """Wait for the work tile after ``done`` others, and return it."""
+    """Wait for the work tile after ``done`` others."""
     BUFFERS: gl.constexpr = published.shape[0]
     b = done % BUFFERS
     return receive(published.index(b), full.index(b), done // BUFFERS & 1)

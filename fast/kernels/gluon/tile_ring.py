@@ -38,7 +38,7 @@ def aggregate(declared: type) -> type:
 
 @aggregate
 class Ring:
-    """Buffers in shared memory (first axis) and the mbarriers ``full`` and ``free`` of each one."""
+    """Buffers in shared memory (first axis) and their mbarriers ``full`` and ``free``."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -53,7 +53,7 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """A reader's previous and own slot, and the parity of its phase, without divisions."""
+    """A reader's previous and own slot, and the parity of its phase."""
 
     previous: gl.tensor
     slot: gl.tensor

@@ -1,5 +1,5 @@
-"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which
-persistent CTAs claim them.
+"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which CTAs
+claim them.
 
 Heads that share keys come together while their tensors fit the L2 cache. Within such a set, the
 longest work tiles come first (Graham, Bounds on multiprocessing timing anomalies, 1969), so the
@@ -101,7 +101,7 @@ class TileSchedule(NamedTuple):
 
 @device_plan
 def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
-    """Return the tile schedule of the cells. Raises RuntimeError without a C compiler."""
+    """Return the tile schedule. Raises RuntimeError without a C compiler."""
     if (native := native_tables()) is None:
         raise RuntimeError(
             "tile schedules of the Hopper kernels need a C compiler, as Triton does: install gcc, "

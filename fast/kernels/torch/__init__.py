@@ -1,3 +1,1 @@
-"""The PyTorch backend: plain tiles, for a CPU without Triton's interpreter and for GPUs without
-Triton.
-"""
+"""The PyTorch backend, for a CPU without Triton's interpreter and GPUs without Triton."""

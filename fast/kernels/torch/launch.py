@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, tile by tile: the functions of a kernel backend.
+"""Attention in plain PyTorch, tile by tile.
 
 All sums are computed in the accumulation dtype, in a fixed order. Scores have no range. A NaN
 reaches the tokens that the table of the Triton launches names, with tiles of at most 128 x 128

@@ -1,4 +1,4 @@
-"""The tiles of a pass in PyTorch: which rows visit which columns, and their tensors as operands.
+"""The tiles of a pass in PyTorch: which rows visit which columns.
 
     mask                 rows 128:256 of a causal mask visit
     x x .                columns   0:128    all cells: no band
@@ -6,7 +6,7 @@
 
 Rows are queries, and columns are keys; in the transposed tables they change roles. A step joins
 neighbouring tiles, as each operator costs the host time. In the order of keys each step is one tile
-of 128 x 128, filled up with zeros, so that bits do not depend on other tiles.
+of 128 x 128, filled up with zeros.
 """
 
 from collections.abc import Iterator
@@ -90,10 +90,9 @@ def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tenso
 class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
     width). A tensor with fewer than ``owners`` heads is repeated. If tiles are ``whole`` (128 x
-    128), each query head has its own, and widths are filled up with zeros to multiples of 8: the
-    BLAS of a CPU adds rows of other widths in an order that depends on their place, and a single
-    column in one that depends on the number of heads. Else heads that share a key head are rows of
-    one product.
+    128), each query head has its own, and widths are filled up with zeros to multiples of 8, as in
+    `canon.reference.tiles.in_whole_tiles`. Else heads that share a key head are rows of one
+    product.
     """
 
     def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):

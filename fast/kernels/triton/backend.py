@@ -13,7 +13,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether the interpreter runs the kernels."""
+    """Return whether kernels are interpreted."""
     return INSTALLED and TRITON.module.INTERPRETED and _is_requested()
 
 
@@ -36,7 +36,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError unless the Triton kernels run on the device of x."""
+    """Raise RuntimeError unless kernels run on the device of x."""
     if not INSTALLED:
         raise RuntimeError(
             "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use "

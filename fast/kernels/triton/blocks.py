@@ -1,6 +1,5 @@
-"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
-masks. Tensors x are (b, t, h, d), row statistics (b, h, t). Names in capitals are constants of the
-compiler.
+"""Building blocks of the Triton kernels. Tensors x are (b, t, h, d), row statistics (b, h, t).
+Names in capitals are constants of the compiler.
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets in it
 (32 bits; 64 if ALIGN = 0): an iteration adds one number. ALIGN divides every stride but the last,
@@ -29,7 +28,7 @@ def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str,
 
 @triton.constexpr_function
 def padded(width):
-    """Return the next power of two, at least 16, the smallest MMA size."""
+    """Return the next power of two, at least 16."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -164,7 +163,7 @@ def full_tile_source(x, batch, head, strides, ROWS, WIDTH, ALIGN, TMA):
 
 @triton.jit
 def load_full_tile(source, batch, first, head, ROWS, WIDTH, ALIGN, TMA):
-    """Return a tile (ROWS, padded), all of whose rows exist; ``head`` counts from ``source``."""
+    """Return a tile (ROWS, padded) of existing rows; ``head`` counts from ``source``."""
     if TMA:
         tile = source[0].load([batch, first, source[1] + head, 0])
         return tl.reshape(tile, [ROWS, padded(WIDTH)])

@@ -1,6 +1,6 @@
 """Tile sizes of the Triton kernels: the fastest that fits. A CTA owns ``rows`` and visits
-``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". In "parts",
-rows are pairs of a query and a head."""
+``columns``: queries x keys in "forward" and "dq", else keys x queries. In "parts", rows are pairs
+of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,27 +1,9 @@
-"""Launch the Triton kernels: choose work tables and configurations, and pass strides and grids.
+"""Launch the Triton kernels.
 
-**Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21.
-A larger maximum gives NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale -
-m). All scores at -inf count as no visible key. In float16, dS = P (dout v^T - delta) is an operand
-of MMAs: beyond 65504 (`checks.LARGEST_DS`) dq of its query and dk of its key are infinite or NaN,
-so a gradient scaler sees it.
-
-**NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads:
-0 * NaN is NaN.
-
-    in     out                 lse         dq                  dk                  dv
-    q      its query           its query   its query           keys of shared      keys that it sees
-                                                               tiles
-    k      queries that see    the same    the same, and       keys that those     keys that those
-           it                              queries of shared   queries see         queries see
-                                           tiles
-    v      queries of shared   none        the same as out     keys that those     none
-           tiles                                               queries see
-    dout   none                none        its query           keys that it sees   keys of shared
-                                                                                   tiles
-
-A query and a key share a tile only if some query under 256 tokens away sees some key under 256
-tokens away. Under a sink, a NaN in lse also counts as one in dout.
+paper/in_your_program.md#what-is-guaranteed has the range of scores and values (Gluon's, too), and
+the tokens that a NaN reaches. A larger maximum gives NaN, because a GPU rounds m but not the
+product in P = exp2(s scale - m). All scores at -inf count as no visible key. In float16, dS is an
+operand of MMAs: beyond 65504 (`checks.LARGEST_DS`) it becomes infinite.
 """
 
 import warnings
@@ -278,7 +260,7 @@ def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | in
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return a row statistic x (b, h, t) if its last stride is 1, else a contiguous copy."""
+    """Return x (b, h, t) if its last stride is 1, else a contiguous copy."""
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
@@ -321,8 +303,8 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, for wide loads;
-    1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32 bits."""
+    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last; 1 also if 16
+    does, which Triton detects; 0 if an offset inside a tile may exceed 32 bits."""
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))

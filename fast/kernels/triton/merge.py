@@ -1,4 +1,4 @@
-"""The merge kernel: `merge` of two parts in one pass over memory, possibly in place.
+"""The merge kernel: `merge` in one pass over memory, possibly in place.
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """

@@ -1,4 +1,4 @@
-"""The delta kernel: delta = rowsum(dout * out) - dlse, which the backward needs besides lse.
+"""The delta kernel: delta = rowsum(dout * out) - dlse, for the backward.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691)."""
 

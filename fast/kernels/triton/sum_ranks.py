@@ -1,4 +1,4 @@
-"""Sum the tensors received from all ranks, in rank order, in one pass."""
+"""Sum received tensors in rank order, in one pass."""
 
 import triton.language as tl
 from torch import Tensor

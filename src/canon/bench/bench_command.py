@@ -29,8 +29,7 @@ from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 
 # The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
-# tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
-# ranks take part.
+# tables(rows), perhaps check(shape), fields of the record, and on_ranks(program, ranks).
 SUBJECTS = {
     "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Return the exit status."""
+    """Return the exit status."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -1,4 +1,4 @@
-"""`canon bench links`: time messages between all pairs of ranks, inside a host and between hosts.
+"""`canon bench links`: time messages between all pairs of ranks.
 
 Two ranks exchange messages, both ways at once. The latency is the time of 8 bytes; the bandwidth is
 that of `LARGE` bytes without it.
@@ -40,7 +40,7 @@ def batches(ranks: int, times: int) -> Iterator[list[dict]]:
 
 
 def measure(times: int) -> list[dict]:
-    """Return a row for each pair, the same on all ranks. Raises RuntimeError for wrong bytes."""
+    """Return a row for each pair. Raises RuntimeError for wrong bytes."""
     rank, hosts = dist.get_rank(), [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     device, rows = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"), []

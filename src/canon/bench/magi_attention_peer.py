@@ -19,7 +19,7 @@ NAME = "MagiAttention"
 
 
 def api() -> tuple[Any, str]:
-    """Return its module, or None, and its version, or why it is absent."""
+    """Return its module or None, and its version or the reason."""
     return peer_module("magi_attention.api", "magi_attention")
 
 
@@ -29,8 +29,8 @@ def takes(shape: Shape) -> bool:
 
 
 def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., Any]]:
-    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width). A
-    collective. Raises ValueError if it pads the sequence.
+    """Return its layout, and its function of this rank's q, k, v. A collective. Raises ValueError
+    if it pads the sequence.
     """
     module, group = api()[0], dist.group.WORLD
     ends = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=device)

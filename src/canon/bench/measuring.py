@@ -1,6 +1,4 @@
-"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU. The row of
-another contender has the reason.
-"""
+"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +39,7 @@ class Contender:
 
     name: str
     make: Callable[[], Attend]
-    forward: str = ""  # contenders with equal names here share one forward pass, timed once
+    forward: str = ""  # contenders with equal names share one forward pass
     declines: bool = False  # errors of `DECLINED` are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
     bound: float | None = 1.0  # the largest ratio to the judge's bound; None: not judged
@@ -64,7 +62,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Made:
-    """Runs of a contender by name, and out, dq, dk and dv for the judge."""
+    """Runs of a contender by name, and results for the judge."""
 
     results: Sequence[Tensor]
     peak: Run  # its memory is measured

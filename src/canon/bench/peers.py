@@ -140,7 +140,7 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
 
     ends, longest = _cu_seqlens(shape, device), max(shape.lengths)
     options: dict[str, Any] = {"window_size": (-1, 0)}
-    # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    # torch 2.11 has no grouped heads here: it gets copies of key heads
     repeated = 1
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         options["enable_gqa"] = shape.h != shape.g
@@ -165,7 +165,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
     """Return compiled FlexAttention with the shape's mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
+    torch.compiler.reset()  # a function is compiled for eight shapes only
     block_mask, cells = None, shape.n * shape.keys
     if shape.mask.area < cells:
         make = torch.compile(create_block_mask) if cells > LARGEST_DENSE else create_block_mask

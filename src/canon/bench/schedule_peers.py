@@ -102,9 +102,7 @@ def _over_meshes(shape: Shape, ranks: int, settings: Settings) -> Iterator[Sched
 
 
 def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
-    """Return the installed peers for the shape. A collective on packed documents, which
-    MagiAttention plans.
-    """
+    """Return the installed peers for the shape. A collective on packed documents."""
     name = magi_attention_peer.NAME
     if ranks > 1 and settings.wants(name) and magi_attention_peer.takes(shape):
         layout, attend = Layout.contiguous(shape.n, ranks), _unplanned

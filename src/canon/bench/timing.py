@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds; a longer run is its own warm-up
-# clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
+# clocks (2 ms) that the device waits before timed runs, so that launches are queued ahead
 LEAD = 4_000_000
 CLOCKS = 3e9  # further clocks for each second of launching
 MATMUL = 8192  # rows and columns of the product that sets the ceiling
@@ -102,7 +102,7 @@ def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
 def eager_rounds(
     runs: Sequence[Eager], rounds: int, device: torch.device, span: float = SPAN
 ) -> None:
-    """Measure all runs in rounds of random order, about ``span`` milliseconds each."""
+    """Measure all runs in random order, about ``span`` milliseconds each."""
     order = []
     for one in runs:
         with one.around():
@@ -130,12 +130,12 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 
 
 def median_of(row: dict, name: str, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return the column with the median of a list of a row, "-" without one."""
+    """Return the median of a list of a row, "-" without one."""
     return format(scale * statistics.median(row[name]), form) if row.get(name) else "-"
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the column with the median wall time of a pass, and its host time."""
+    """Return the median wall and host time of a pass."""
     wall, host = (median_of(row, f"{name}_{clock}_ms", ".3f") for clock in ("wall", "host"))
     return wall if wall == "-" else f"{wall} ({host})"
 

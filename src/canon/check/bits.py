@@ -153,14 +153,18 @@ def _beside(x: Trial, dim: int) -> Iterator[Part]:
 
 def _rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
     rows = [Row("whole call", "attention", _whole)]
-    for size in (size for size in CHUNKS[device] if size < tokens):
-        compute = partial(_prefill, size=size)
-        rows.append(Row(f"prefill in chunks of {size:,}", "attention", compute))
-    rows.append(Row("decoding token by token", "decode_attention", _decode))
-    rows.append(Row(f"among documents, moved by {BEFORE}", "attention", _among_documents))
-    rows.append(Row(f"branch of a tree, multiple_of={TILE}", "attention", _branch))
-    for dim, name in ((0, "sequence of a batch"), (2, "group of heads")):
-        rows.append(Row(f"beside another {name}", "attention", partial(_beside, dim=dim)))
+    rows += [
+        Row(f"prefill in chunks of {size:,}", "attention", partial(_prefill, size=size))
+        for size in CHUNKS[device]
+        if size < tokens
+    ]
+    rows += [
+        Row("decoding token by token", "decode_attention", _decode),
+        Row(f"among documents, moved by {BEFORE}", "attention", _among_documents),
+        Row(f"branch of a tree, multiple_of={TILE}", "attention", _branch),
+        Row("beside another sequence of a batch", "attention", partial(_beside, dim=0)),
+        Row("beside another group of heads", "attention", partial(_beside, dim=2)),
+    ]
     several = range(2, ranks + 1)
     for function, layouts in ON_RANKS.items():
         for layout in layouts:
@@ -204,7 +208,7 @@ class BitsRunner(CaseRunner):
     heads: tuple[int, int] = (1, 1)
 
     def __call__(self) -> list[dict[str, Any]]:
-        # on a CPU, several threads may divide the sums of a matrix product by its shape
+        # several threads of a CPU may divide sums by the shape of a product
         torch.set_num_threads(1)
         results = []
         for column in self.columns:

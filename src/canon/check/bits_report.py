@@ -13,20 +13,13 @@ from canon.check.check_report import command_of
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
-STYLES = {
-    "equal": "green",
-    "differs": "bold red",
+STYLES = {  # by verdict: a cell shows the first of these on any number of ranks
     "failed": "bold red",
+    "differs": "bold red",
     "declined": "dim",
+    "equal": "green",
     "no option": "dim",
 }
-WORST = (
-    "failed",
-    "differs",
-    "declined",
-    "equal",
-    "no option",
-)  # a cell shows the first of these on any number of ranks
 
 
 def report(
@@ -70,7 +63,7 @@ def _column(result: dict[str, Any]) -> tuple[str, int, str | None]:
 
 def _cell(results: Sequence[dict[str, Any]], row: str, *column: Any) -> dict[str, Any]:
     cells = [x for x in results if x["row"] == row and _column(x) == column]
-    return min(cells, key=lambda x: WORST.index(x["verdict"]))
+    return min(cells, key=lambda x: list(STYLES).index(x["verdict"]))
 
 
 def _table(results: Sequence[dict[str, Any]], names: Sequence[str], title: str) -> Table:

@@ -103,7 +103,7 @@ def _check_returned(case: Case, results: Any) -> None:
 def _results(
     case: Case, x: Inputs, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor]
 ) -> Any:
-    """Return the results. Gradients of latent and k_rope get the axis of one head."""
+    """Give the gradients of latent and k_rope the axis of one head."""
     if x.up_weight is None:
         return (AttendedWithSink if case.has_sink else Attended)(out, lse, *grads)
     dq, *of_keys = grads or (None,)

@@ -33,6 +33,7 @@ from canon.check.places import worst_places
 from canon.check.planted_values import exempted, reach, spread
 from canon.check.repetition import RUNS, SWITCH, Repeated, repeated
 from canon.reference import Layout
+from canon.route.checks import accumulate_dtype
 from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended, Measure, Results, agreement
 
@@ -84,7 +85,7 @@ class CaseRunner:
                     self._program(module, case)[0](module)
 
     def _program(self, module: Any, case: Case) -> tuple[Callable, Callable]:
-        """Return a function of a half that gives results, and a judge of these."""
+        """Return the function of a half that gives results, and their judge."""
         rank, x = dist.get_rank(), None
         if case.dtype:
             with _inputs_lock:
@@ -190,7 +191,7 @@ class CaseRunner:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a line for a case: a time limit may come before the report."""
+    """Print a line: a time limit may come before the report."""
     line = f"{result['case']} {result['verdict']}"
     if result["faults"]:
         line += f": {shorten(result['faults'][0], 300, placeholder=' ...')}"
@@ -231,7 +232,6 @@ def _rows(results: Any) -> dict[str, Tensor | None]:
 
 
 def _different(a: Any, b: Any) -> str:
-    """Return which rows have other bits."""
     texts, others = [], _rows(b)
     for name, x in _rows(a).items():
         y = others[name]
@@ -259,7 +259,7 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
         if x is None:
             continue
         wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
-        expected = torch.promote_types(narrow, torch.float32) if wide else narrow
+        expected = accumulate_dtype(narrow) if wide else narrow
         may_be_rounded = (
             expected == narrow or (name == "dv" and case.used == "sum") or rounded(true.float())
         )

@@ -287,7 +287,7 @@ class Case:
 
     @property
     def of_inputs(self) -> "Case":
-        """The case with the fields alone on which inputs depend."""
+        """The case with only the fields on which inputs depend."""
         function = "merge" if self.function == "merge" else "attention"
         used = self.used if self.used in ("lse", "sum") else "both"
         return replace(
@@ -427,7 +427,7 @@ def has_option(module: Any, function: str) -> bool:
 
 
 def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
-    """Return the error for a module without the functions."""
+    """Return the error for a module without these."""
     return ValueError(
         f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
         "imports from canon do not count"

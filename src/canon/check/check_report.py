@@ -22,7 +22,7 @@ MARKS = {  # verdicts
     "declined": "dim",
 }
 NUMBERS = {"error", "bound", "ratio"}
-# parts of faults, the most specific first; after them come exceptions, such as those of shapes
+# parts of faults, the most specific first; after them come exceptions
 TELLING = (
     "no rank can continue",
     "the ranks disagree",
@@ -117,7 +117,7 @@ def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
 
 
 def _wrong_and_right(result: dict[str, Any]) -> str:
-    """Return the wrong and the right tensors, such as "wrong: out, dq; right: lse; ", or ""."""
+    """Return such as "wrong: out, dq; right: lse; ", or ""."""
     agrees: dict[str, bool] = {}
     for m in result.get("measures", ()):
         agrees[m["tensor"]] = agrees.get(m["tensor"], True) and float(m["ratio"]) <= 1

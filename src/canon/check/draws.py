@@ -1,5 +1,5 @@
-"""Draw the random cases of `canon check --random`. Case i of seed S depends on S, i, the table, the
-largest number of ranks and the limits of the module.
+"""Draw the random cases of `canon check --random`, which depend on the seed, their number, the
+table, the largest number of ranks and the limits of the module.
 """
 
 import re
@@ -102,9 +102,8 @@ TABLES = {
                  ("bfloat16", "bfloat16", "float16", "float32", "float32", "float64")),
     "gluon": Table(150, 100, _HEADS, (16, 24, 50, 64, 96, 128), ("bfloat16", "float16")),
     "cuda": Table(1500, 1500, (), (), (), _ROWS, unusual=False),
-    "cuda gluon": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
-    "cuda cuda": Table(1500, 1500, (), (), (), _ROWS[:3], unusual=False),
 }  # fmt: skip
+TABLES["cuda gluon"] = TABLES["cuda cuda"] = replace(TABLES["cuda"], rows=_ROWS[:3])
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def _drawn(
         fixed = draw.choice(["contiguous", "zigzag", "runs", "runs"])
         layout = layout_of(draw, mask, keys, ranks, fixed)
     elif distributed:
-        prepared = draw.choice(list(PREPARED)) if function == "prepare" else ""
+        prepared = draw.choice(PREPARED) if function == "prepare" else ""
         fixed = FIXED.get(prepared or function)
         layout = (tiled_layout if invariant else layout_of)(draw, mask, keys, ranks, fixed)
     dtype, shape = "", Shape((1, 1), (1, 1))

@@ -36,7 +36,7 @@ class Answer:
 
 
 class Exchange:
-    """A case on one rank. Answers without a method of their own are tables of the reference."""
+    """A case on one rank. Other answers are tables of the reference."""
 
     def __init__(self, case: Case, layout: Layout, x: Inputs | None, rank: int):
         self.case, self.mask, self.layout, self.rank = case, case.masks, layout, rank

@@ -130,9 +130,8 @@ def with_projected_keys(x: Inputs) -> Inputs:
 
 @dataclass(frozen=True)
 class Expected:
-    """Exact and honest results, and distances that widen the bounds: all of a random case, whose
-    tensors may have few elements, and in float32, where a sum of one element after another rounds
-    more than honest products; else those of a sink.
+    """Exact and honest results, and distances that widen the bounds: of random cases, which may
+    have few elements, of float32, where a plain sum rounds more than honest products, and of sinks.
     """
 
     exact: Any

@@ -20,8 +20,8 @@ SWITCH = "torch.use_deterministic_algorithms"
 
 
 class Repeated(NamedTuple):
-    """The results of run 1, those of run 2 if some rank has other bits there, and a text for each
-    later run with other bits than run 2.
+    """The results of run 1, those of run 2 if some rank has other bits, and texts of later runs
+    with other bits than run 2.
     """
 
     first: Any

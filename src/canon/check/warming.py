@@ -26,7 +26,9 @@ def worth_it(runner: CaseRunner) -> bool:
 
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
-    """Compile the kernels of pairs (ranks, runner). Return a line for the user."""
+    """Compile the kernels of pairs (ranks, runner), which processes share. Return a line for the
+    user.
+    """
     from canon.fast.ahead.compilation import compile_ahead
 
     first = groups[0][1]
@@ -34,7 +36,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     documents = [case.documents for case in first.cases[:1]]
     identities = [(first.module, first.backend, documents, names)]
     began = perf_counter()
-    outcome = compile_ahead(partial(collect, list(groups)), identities)
+    outcome = compile_ahead([partial(collect, [group]) for group in groups], identities)
     if outcome.complete:
         return (
             f"{outcome.compiled} kernels compiled in {perf_counter() - began:.0f} s."

@@ -26,7 +26,7 @@ class LatentSizes(NamedTuple):
 
 
 def sizes_of(q: torch.Size, k_rope: torch.Size, up_weight: torch.Size) -> LatentSizes:
-    """Return the sizes that these shapes of valid arguments give."""
+    """Return the sizes of valid arguments."""
     heads, nope = q[-2], q[-1] - k_rope[-1]
     return LatentSizes(heads, nope, k_rope[-1], up_weight[0] // heads - nope, up_weight[1])
 
@@ -72,7 +72,7 @@ def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
 
 
 def value_width(shapes: Sequence[torch.Size]) -> int | torch.SymInt:
-    """Return the width of V, which the latents are projected to."""
+    """Return the width of V."""
     return sizes_of(shapes[0], shapes[2], shapes[3]).value
 
 

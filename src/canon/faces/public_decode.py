@@ -8,6 +8,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.arguments import flag
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.divided_keys import keys_of_all_ranks
@@ -91,7 +92,7 @@ def decode_attention(
         FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
         given, rank, ranks, mask, checked, compute = _agreed(
-            q, k, v, mask, scale, softcap, sink, rank_invariant, group,
+            q, k, v, mask, scale, softcap, sink, rank_invariant, return_lse, group,
             decode, in_order, check_device,
         )  # fmt: skip
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
@@ -117,6 +118,7 @@ def _agreed(
     softcap: Any,
     sink: Tensor | None,
     rank_invariant: Any,
+    return_lse: Any,
     group: Group,
     decode: Callable[..., Any],
     in_order: Callable[..., Callable[..., Any]],
@@ -139,6 +141,7 @@ def _agreed(
         scale = default_scale(q, scale, softcap)
         check_sink(q, sink)
         check_rank_invariant(name, {}, {"rank_invariant": rank_invariant})
+        flag("return_lse", return_lse)
         if rank_invariant and ranks > 1 and is_captured(q):
             raise RuntimeError(
                 f"{name}: with rank_invariant=True on several ranks the host waits, so a CUDA "

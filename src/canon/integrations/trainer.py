@@ -80,7 +80,7 @@ class ContextParallelTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a data loader with the same batches for a context group, in evaluation for all."""
+        """Return a loader with the same batches for a context group, in evaluation for all."""
         loader: Any = super()._get_dataloader(*args, **kwargs)
         if (ranks := self.args.world_size) == 1:
             return loader
@@ -136,7 +136,7 @@ class ContextParallelTrainer(Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
-        """Return one loss for each sequence, of as many as a full batch has."""
+        """Return one loss for each sequence."""
         state = self.accelerator.gradient_state
         short = state.end_of_dataloader and state.remainder > 0
         return losses[: state.remainder] if short else losses

@@ -1,5 +1,4 @@
-"""Canon as the attention of Hugging Face transformers: any model that takes its attention from
-`AttentionInterface`.
+"""Canon as the attention of Hugging Face transformers.
 
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
@@ -162,7 +161,6 @@ _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=Non
 def _attention_of(
     half: str, function: str, options: dict[str, Any], layout: Layout, group: Group
 ) -> Callable:
-    """Return the function of `sharded` with its layout, group and options."""
     if half not in HALVES:
         raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
     if function not in FUNCTIONS:

@@ -76,7 +76,7 @@ def kept_queries(index: Any, queries: int) -> range:
 
 
 def pattern_of(function: Callable) -> Pattern:
-    """Return the pattern of a mask function. Raises ValueError if bands cannot describe it."""
+    """Return its pattern. Raises ValueError if bands cannot describe it."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", None) != causal_mask_function.__module__:
         name = f"{getattr(function, '__module__', None)}.{name}"
@@ -181,7 +181,6 @@ def _runs(valid: Tensor) -> list[range]:
 
 
 def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the starts and stops of the blocks of one sequence."""
     ids, lengths = torch.unique_consecutive(blocks, return_counts=True)
     stops, inside = lengths.cumsum(0), ids >= 0
     if len(ids[inside].unique()) < int(inside.sum()):
@@ -193,6 +192,5 @@ def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(documents: Tensor) -> list[int]:
-    """Return cu_seqlens from the document [n] of each token."""
     lengths = torch.unique_consecutive(documents, return_counts=True)[1]
     return [0, *lengths.cumsum(0).tolist()]

@@ -57,7 +57,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def nested(values: Any) -> Any:
-    """Return a tensor or an array as nested lists, other values unchanged."""
+    """Return tensors and arrays as nested lists."""
     return values.tolist() if hasattr(values, "tolist") else values
 
 

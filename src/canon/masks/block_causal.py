@@ -34,7 +34,6 @@ def block_bands(
 
 
 def _block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens."""
     ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
     flags = (
         [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)

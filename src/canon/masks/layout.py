@@ -197,8 +197,8 @@ class Layout(Immutable):
         cu_seqlens: Ints | Mask | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the tokens of ``rank`` from each entry of a training batch, with positions and
-        shifted labels.
+        """Return the tokens of ``rank`` from each entry of a batch, with positions and shifted
+        labels.
 
         Args:
             batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``,

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Mask` and `Layout`, and their values as numbers, ranges and bands."""
+"""Checks of the arguments of `Mask` and `Layout`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -274,7 +274,6 @@ def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
 
 
 def _check_partition(pieces: list[tuple[range, int]], tokens: int, step: int) -> None:
-    """Raise unless the pieces of each residue class of the step form a chain."""
     once = f"a layout holds each of its {tokens} tokens once"
     due = list(range(min(step, tokens)))  # the next token of each residue class
     for piece, rank in sorted(pieces, key=lambda x: x[0].start):

@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import finalize
@@ -29,13 +30,20 @@ PARTS_LIMIT = 32 << 20  # bytes
 ENTRY = 200  # bytes of a key (an estimate)
 
 
+@dataclass(slots=True)
+class _Plan:
+    plan: Any
+    size: Counter  # bytes by device
+    used: bool = False
+
+
 class PlanCache:
-    """Plans, the least recently used first. Thread-safe."""
+    """Plans. Those that were not used for long go first. Thread-safe."""
 
     def __init__(self, host_limit: int = HOST_LIMIT, device_limit: int = DEVICE_LIMIT):
         self.limits = {"cpu": host_limit}
         self.device_limit = device_limit
-        self.plans: OrderedDict[Hashable, tuple[Any, Counter]] = OrderedDict()
+        self.plans: OrderedDict[Hashable, _Plan] = OrderedDict()
         # keys of plans with bytes on a device: an eviction there must not scan those of the host
         self.on: defaultdict[str, OrderedDict[Hashable, None]] = defaultdict(OrderedDict)
         self.held: Counter = Counter()  # bytes by device
@@ -53,14 +61,10 @@ class PlanCache:
 
     def get(self, key: Hashable) -> Any:
         """Return the plan of ``key``, or None."""
-        with self.lock:
-            if (entry := self.plans.get(key)) is None:
-                return None
-            self.plans.move_to_end(key)
-            if len(entry[1]) > 1:
-                for keys in self._of_devices(entry[1]):
-                    keys.move_to_end(key)
-            return entry[0]
+        if (entry := self.plans.get(key)) is None:
+            return None
+        entry.used = True
+        return entry.plan
 
     def put(self, key: Hashable, plan: R) -> R:
         """Keep the plan of ``key``, unless there is one. Return the kept one."""
@@ -68,14 +72,14 @@ class PlanCache:
         size["cpu"] += ENTRY
         with self.lock:
             if key in self.plans:  # another thread has made it meanwhile
-                return self.plans[key][0]
+                return self.plans[key].plan
             self.made += 1
-            self.plans[key] = plan, size
+            self.plans[key] = _Plan(plan, size)
             self.held += size
             for keys in self._of_devices(size):
                 keys[key] = None
             for device in size:
-                self._shrink(device)
+                self._shrink(device, key)
         return plan
 
     def clear(self) -> None:
@@ -89,18 +93,26 @@ class PlanCache:
         """Drop the plan of ``key``, if any."""
         with self.lock:
             if (entry := self.plans.pop(key, None)) is not None:
-                for keys in self._of_devices(entry[1]):
+                for keys in self._of_devices(entry.size):
                     del keys[key]
-                self.held -= entry[1]
+                self.held -= entry.size
 
     def _of_devices(self, size: Counter) -> list[OrderedDict[Hashable, None]]:
         return [self.on[device] for device, held in size.items() if held and device != "cpu"]
 
-    def _shrink(self, device: str) -> None:
-        """Drop the least recently used plans, but not the newest, down to the limit of a device."""
+    def _shrink(self, device: str, newest: Hashable) -> None:
+        """Drop plans, the oldest first, but not the ``newest``, down to the limit of a device. One
+        that was used since it was last reached goes to the end instead, so that no look-up has to
+        hash its key a second time.
+        """
         keys = self.plans if device == "cpu" else self.on[device]
         while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
-            self.drop(next(iter(keys)))
+            entry = self.plans[key := next(iter(keys))]
+            if entry.used or key is newest:
+                entry.used = False
+                keys.move_to_end(key)
+            else:
+                self.drop(key)
 
 
 PLANS = PlanCache()
@@ -140,7 +152,7 @@ def _noting(name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan of real tensors, outside of inference mode, without notes of its parts."""
+    """Make a plan of real tensors, without notes of its parts."""
     if _notes.making:  # a part of another plan
         return make()
     plans, seen = _notes.plans, _notes.seen

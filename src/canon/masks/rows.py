@@ -1,4 +1,4 @@
-"""The rows of a mesh ("tokens", "heads"): the tokens that the ranks of a row hold together.
+"""The rows of a mesh ("tokens", "heads"): the tokens of their ranks.
 
     4 ranks, 2 rows      rank 0    rank 1    rank 2    rank 3      row 0          row 1
     zigzag(16, 4)        0 1 14 15 2 3 12 13 4 5 10 11 6 7 8 9     0..3 12..15    4..11
@@ -43,6 +43,5 @@ def divided(rows: Layout, heads: int) -> Layout:
 
 
 def _pieces_of_row(layout: Layout, heads: int, row: int) -> list[range]:
-    """Return the pieces of a row, in rank order."""
     parts = layout.ranges_per_rank[row * heads : (row + 1) * heads]
     return [piece for part in parts for piece in part if len(piece)]

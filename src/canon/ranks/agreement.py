@@ -79,7 +79,7 @@ class Liveness:
         return dict(sorted(written.items()))
 
     def missing(self, calls: int) -> str:
-        """Name the ranks that do not answer, or else those with fewer calls."""
+        """Name the ranks that do not answer, or have fewer calls."""
         answers = self.exchange("failure", {"calls": calls})
         if answers is None:
             return (
@@ -128,13 +128,13 @@ class Liveness:
         return ""
 
     def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
+        """Return the first rank's ``alone``: all raise the same text."""
         with suppress(RuntimeError):
             return self.store.compare_set("raised/first", "", alone).decode()
         return alone
 
     def answer(self, calls: int) -> None:
-        """Write the number of this rank's calls if another rank has reported a failure."""
+        """Write the number of this rank's calls if another has reported a failure."""
         if self.store.check(["failure"]):
             self._write("failure", {"calls": calls})
 

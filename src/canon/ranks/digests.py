@@ -1,5 +1,4 @@
-"""The digest of a call, and its exchange with the other ranks: 8 bytes per rank, while the call
-continues.
+"""The digest of a call, and its exchange with the other ranks while the call continues.
 
     SharedDigests      one host: a word for each rank in shared memory; a few microseconds
     GatheredDigests    several hosts: an all-gather in the background
@@ -132,7 +131,7 @@ class GatheredDigests:
 
 
 def pid_namespace() -> int:
-    """Return this process's PID namespace. PIDs of others are not comparable."""
+    """Return this process's PID namespace: PIDs of others are not comparable."""
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0

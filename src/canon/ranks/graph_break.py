@@ -1,4 +1,4 @@
-"""Functions at which a compiled program breaks its graph: they run as in eager mode."""
+"""Functions at which a compiled program breaks its graph."""
 
 from collections.abc import Callable
 from functools import wraps

@@ -1,4 +1,4 @@
-"""An attention function: its declaration, once for both halves, and its algorithm in each half.
+"""An attention function: its declaration for both halves, and its algorithm in each.
 
 RING = declared(ring_attention)                                       # faces: its signature
 algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes

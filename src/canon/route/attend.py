@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.masks.arguments import flag
 from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
 from canon.route.algorithm import Algorithm
-from canon.route.autograd import Attention, check_differentiation
+from canon.route.autograd import Attention, check_differentiation, forward_pass
 from canon.route.call import Arguments, Place, call_of, mask_and_layout, place_of
 from canon.route.checks import (
     autocast_dtype,
@@ -57,6 +58,10 @@ def attend(
     torch.func transforms and forward-mode differentiation.
     """
     q = tensors[0]
+    if not isinstance(return_lse, bool):
+        place = place_of(algorithm.declaration, group)
+        with refused_together(algorithm.function, place.group, place.ranks):
+            flag("return_lse", return_lse)
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
         tensors = tuple(cast(x, dtype) for x in tensors)
         with torch.autocast(q.device.type, enabled=False):
@@ -71,17 +76,20 @@ def attend(
     else:
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
+        grads = torch.is_grad_enabled()
+        needs_grad = tuple([grads and x.requires_grad for x in tensors])
         if call.ranks > 1:
-            grads = torch.is_grad_enabled()
-            call.agree("forward", tuple([grads and x.requires_grad for x in tensors]))
+            call.agree("forward", needs_grad)
         if sink is not None:
             check_sink(q, sink)  # the ranks agree on its kind
         check_differentiation(*tensors)
+        given = batched(*tensors) if q.ndim == 3 else tensors
+        if True in needs_grad:
+            out, lse, max_logits = Attention.apply(call, *given)
+        else:  # a graph would cost as much host time as the pass
+            out, lse, max_logits, *_ = forward_pass(call, given)
         if q.ndim == 3:
-            out, lse, max_logits = Attention.apply(call, *batched(*tensors))
             out, lse = out.squeeze(0), lse.squeeze(0)
-        else:
-            out, lse, max_logits = Attention.apply(call, *tensors)
     if sink is not None:
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.side.under_sink
         out = under_sink(out, lse, sink)
@@ -108,7 +116,7 @@ def _attend_each(
     if algorithm.declaration.is_local:
         return attend_each(attend_one, q, k, v, masks, on_tiles=invariant)
     refuse_compilation()
-    place = place_of(algorithm.function, group)
+    place = place_of(algorithm.declaration, group)
     with refused_together(algorithm.function, place.group, place.ranks):
         algorithm.declaration.check(*tensors)
         layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, place)
@@ -119,7 +127,7 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, place: Place,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, of one sequence if the masks are equal."""
+    """Return the layout of the packed batch."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     is_default = layout is None
     first = masks[0] if masks else None

@@ -3,8 +3,9 @@
 Both passes run without autocast: inputs are cast before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,17 +40,37 @@ def check_differentiation(*tensors: Tensor | None) -> None:
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
+def forward_pass(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Return what `Call.forward` does, outside of a graph."""
+    with surroundings(tensors[0], call, "forward"):
+        return call.forward(tensors)
+
+
+def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Decorate ``backward(ctx, saved, *douts)`` of a Function, whose gradients then raise if they
+    are differentiated. Those of torch's decorator count as constants where dout is one.
+    """
+
+    @wraps(backward)
+    def _backward(ctx, *douts):
+        saved = ctx.saved_tensors  # a checkpoint unpacks them once
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *douts)
+        with torch.no_grad():
+            grads = backward(ctx, saved, *douts)
+        return undifferentiable(NO_SECOND_DERIVATIVE, grads, *saved, *douts)
+
+    return _backward
+
+
 class Attention(torch.autograd.Function):
     """Both passes: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        q = tensors[0]
-        with surroundings(q, call, "forward"):
-            maxima = call.maxima(q)
-            out, lse, *others = call.passes[0](call, *tensors, **maxima)
-            max_logits = call.largest(**maxima)
-        own = () if call.columns > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
+        out, lse, max_logits, *others = forward_pass(call, tensors)
+        # a mesh keeps those of a column, and lse for `once_differentiable`
+        own = (lse,) if call.columns > 1 else (*tensors, out, lse)
         ctx.save_for_backward(*own, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -58,26 +79,22 @@ class Attention(torch.autograd.Function):
         return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx, dout, dlse, _):
+    @once_differentiable
+    def backward(ctx, saved, dout, dlse, _):
         needs_grad = ctx.needs_input_grad[1:]
         if (dout is None and dlse is None) or True not in needs_grad:
             return (None,) * (1 + len(needs_grad))
-        saved, call = ctx.saved_tensors, ctx.call
+        call = ctx.call
+        saved = saved[1:] if call.columns > 1 else saved
         q = saved[0]
         if dout is None:
             dout = q.new_zeros(()).expand(*call.shapes[0][:-1], call.value_width)
-        create_graph = torch.is_grad_enabled()
         if call.ranks > 1:
             call.agree("backward", needs_grad)
         # this thread may have other settings
         restored = call.algorithm.side.restored(call.settings)
-        with (
-            torch.no_grad() if create_graph else _NOTHING,
-            surroundings(q, call, "backward"),
-            restored,
-        ):
-            grads = call.passes[1](call, needs_grad, dout, dlse, *saved)
-        return None, *(undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads)
+        with surroundings(q, call, "backward"), restored:
+            return None, *call.passes[1](call, needs_grad, dout, dlse, *saved)
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
@@ -101,7 +118,19 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
         yield
 
 
-def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise ``message`` if differentiated."""
-    raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
-    return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))
+def undifferentiable(message: str, grads: tuple, *of: Tensor | None) -> tuple:
+    """Return gradients that raise ``message`` if they are differentiated, by any of the tensors
+    that they depend ``of``.
+    """
+    return _Undifferentiable.apply(message, grads, *of)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, message, grads, *of):
+        ctx.message = message
+        return grads
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(ctx.message)

@@ -110,7 +110,7 @@ class Call:
         """The width of V, also where V is projected from other tensors."""
         return self.algorithm.declaration.value_width(self.shapes)
 
-    @property
+    @cached_property
     def passes(self) -> Passes:
         """Both passes. Those of a mesh exchange heads and run `computed`."""
         algorithm = self.algorithm
@@ -139,18 +139,20 @@ class Call:
             mesh=None,
         )
 
-    def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument of the forward pass for the largest scores (h,), if any."""
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """Return out, lse, the largest score of each head (h,) over all ranks or None, and what
+        else the backward pass needs.
+        """
+        attended = self.passes[0]
         if not self.options["return_max_logits"]:
-            return {}
-        shape = q.shape[2:3]
-        return {"max_logits": torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)}
-
-    def largest(self, max_logits: Tensor | None = None) -> Tensor | None:
-        """Return the largest score of each head (h,) over all ranks."""
-        if max_logits is not None and self.ranks > 1:
-            dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
-        return max_logits
+            out, lse, *others = attended(self, *tensors)
+            return out, lse, None, *others
+        heads, device = tensors[0].shape[2], tensors[0].device
+        largest = torch.full((heads,), -torch.inf, dtype=torch.float32, device=device)
+        out, lse, *others = attended(self, *tensors, max_logits=largest)
+        if self.ranks > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return out, lse, largest, *others
 
     @property
     def nbytes(self) -> int:
@@ -208,8 +210,8 @@ class Call:
         )
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks.
-        Raises like `GroupState.agree`.
+        """Compare this call, and PyTorch's switch, between all ranks. Raises like
+        `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))
@@ -247,7 +249,7 @@ def checked_call(
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     """Return the call with its defaults. Raises ValueError or TypeError on every rank."""
-    place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
+    place = place_of(algorithm.declaration, given.group)
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
         options = {
@@ -271,8 +273,11 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     return call if key is None else PLANS.put(key, call)
 
 
-def place_of(name: str, group: Group) -> Place:
+def place_of(declaration: Declaration, group: Group) -> Place:
     """Return the place of this process in a group or a mesh."""
+    if declaration.is_local:
+        return ALONE
+    name = declaration.name
     mesh = mesh_of(name, group)
     if mesh is None:
         return Place(*place_in(name, group))
@@ -298,7 +303,7 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
     except (AttributeError, RuntimeError, TypeError):
         return None
     # the kernels of `compile_for` depend on the switch
-    return *key, torch.are_deterministic_algorithms_enabled(), algorithm.side.settings(key)
+    return *key, torch._C._get_deterministic_algorithms(), algorithm.side.settings(key)
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
@@ -330,7 +335,9 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0], columns)
-    flag("return_max_logits", options["return_max_logits"])
+    for name, default in declaration.defaults.items():
+        if isinstance(default, bool):
+            flag(name, options[name])
     hash(tuple(options.values()))  # raises TypeError for an option that is a list
     scale = default_scale(q, options["scale"], options["softcap"])
     number, softcap = split_scale(scale)

@@ -96,7 +96,7 @@ def _local_mask(
     layout: Layout | None = options["layout"] if options["has_layout"] else None
     if declaration.is_local:
         return default_mask(q, k, mask), 1
-    place = place_of(declaration.name, group_named(options["group"]))
+    place = place_of(declaration, group_named(options["group"]))
     invariant = options.get("rank_invariant", False)
     mask, layout = mask_and_layout(declaration, q, k, mask, layout, place, invariant)
     rows = layout if place.columns == 1 else united(layout, place.columns)

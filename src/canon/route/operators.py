@@ -131,9 +131,7 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
                 f"{declaration.keeps} out"
             )
         tensors = batched(*tensors)
-        maxima = call.maxima(tensors[0])
-        out, lse, *kept = call.passes[0](call, *tensors, **maxima)
-        max_logits = call.largest(**maxima)
+        out, lse, max_logits, *kept = call.forward(tensors)
         kept = [] if call.columns > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
     results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
@@ -174,7 +172,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
-    """Allocate rows (b, g, d + dv) of K and V for ``count`` tokens."""
+    """Allocate rows (b, g, d + dv) for ``count`` tokens."""
     b, _, g, d = batched(k)[0].shape
     return k.new_empty(count, b, g, d + v.shape[-1])
 

@@ -1,6 +1,6 @@
 """Attend with a mask for each sequence of a batch, as one packed sequence under a block-diagonal
-mask: q (b, t, h, d) is read as (1, b t, h, d), without a copy if the strides allow it. On several
-ranks the layout of one sequence is repeated.
+mask: q (b, t, h, d) is read as (1, b t, h, d). On several ranks the layout of one sequence is
+repeated.
 """
 
 from collections.abc import Callable, Sequence

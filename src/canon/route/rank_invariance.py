@@ -4,30 +4,11 @@
 it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
 dtype, widths, kernel backend (Triton for return_max_logits=True), GPU model and versions, and on
 nothing else. Calls with equal bits: paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
+The proof: paper/in_your_program.md#why-the-bits-are-equal.
 
-**Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions.
-A row of a tile of queries has a state: maximum m, sum l, output o.
-
-1. A row's tiles are visited once each, in order. All bands between two tiles make one visit
-   (`canon.fast.tables.key_order`).
-2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns
-   of the tile. MMA and reductions of a row read no other row, and a product of fixed shape adds in
-   a fixed order. So the step is a function of the row's state, scores and hidden columns.
-3. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o. A tile of which the row sees
-   nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o + 0.
-4. So the sequence of states is a function of the visible keys by column of their tile. Rows of a
-   tile, the packing of heads and the order of work tiles occur nowhere.
-5. Kernels that keep an older maximum (`stale_maximum` in `canon.fast.kernels.gluon.softmax`) decide
-   by m, l and s of the row. A vote of a warp only adds steps that multiply by 1.
-6. The configuration follows from dtype and widths alone.
-
-On Hopper, all SMs compute weights for few queries at once, and sum them in the order of the keys
-(`canon.fast.kernels.gluon.few_queries`). By 2 and 5 a row's weights follow from its scores and the
-maximum of its first visible tile, and columns of o do not mix.
-
-Limits: o of -0 may become 0 in 3. A NaN reaches others in its tile (`canon.fast.kernels.triton`).
-On "cuda" bits also depend on the bands, because a tile is visited once for each. CPU products need
-one thread, and widths of a multiple of 8, to which others are filled up.
+Limits: o of -0 may become 0. A NaN reaches others in its tile. On "cuda" bits also depend on the
+bands, because a tile is visited once for each. CPU products need one thread, and widths of a
+multiple of 8, to which others are filled up.
 """
 
 from collections.abc import Mapping

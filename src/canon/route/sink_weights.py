@@ -19,10 +19,12 @@ def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid. On a CPU the last float32 elements take another exponential; float64
-    hides the difference.
-    """
-    return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
+    """Return the sigmoid. On a CPU, the last elements of `torch.sigmoid` may have other bits."""
+    if not x.is_cpu:
+        return torch.sigmoid(x)
+    positive, y = x >= 0, x.double()
+    e = torch.exp(torch.where(positive, -y, y))  # -abs(y) would have the gradient 0 at 0
+    return (torch.where(positive, 1, e) / (1 + e)).to(x.dtype)
 
 
 def over_width(x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ def band_numbers(mask: "Mask") -> Tensor:
 
 
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
-    """Return the least n such that every n-th token makes at most `CELLS`, without a factor in
-    common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
+    """Return the least n such that every n-th token makes at most `CELLS`, coprime to ``strides``:
+    samples lie on all ranks. Raises ValueError if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")

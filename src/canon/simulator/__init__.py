@@ -17,7 +17,6 @@ kernel's lines for
 Not simulated: layouts, types and other rules of the compiler (`canon.testing.compile`), clusters,
 races in global memory, and time."""
 
-import ast
 import builtins
 import inspect
 import operator
@@ -26,6 +25,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -53,8 +53,6 @@ _threads: list[int] = []  # torch's number of threads outside simulations
 _changing = threading.Lock()
 # Python 3.11 shares one nesting counter between all threads that parse source
 parsing = threading.Lock()
-# id of the kernel: (kernel, to keep it alive, and its code)
-_compiled: dict[int, tuple[Any, CodeType]] = {}
 
 
 def register(real: Any, stand_in: Any) -> None:
@@ -179,22 +177,13 @@ _BUILTINS = {**vars(builtins), "range": language.dynamic_range}
 # Kernels as Python functions.
 
 
+@cache
 def _code(kernel: GluonJITFunction) -> CodeType:
-    """Return the code of the kernel's source, which may be a mutant's. Annotations name types of
-    Triton, and defaults are converted by `_rebuilt`.
-    """
-    if id(kernel) not in _compiled:
-        tree = ast.parse(textwrap.dedent("".join(kernel.raw_src)))
-        definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
-        for argument in ast.walk(definition.args):
-            if isinstance(argument, ast.arg):
-                argument.annotation = None
-        definition.decorator_list, definition.returns, definition.args.defaults = [], None, []
-        definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
-        ast.increment_lineno(tree, kernel.starting_line_number - 1)
-        module = compile(tree, kernel.fn.__code__.co_filename, "exec")
-        _compiled[id(kernel)] = kernel, next(x for x in module.co_consts if inspect.iscode(x))
-    return _compiled[id(kernel)][1]
+    """Return the code of the kernel's source, which may be a mutant's."""
+    source = "\n" * (kernel.starting_line_number - 1) + textwrap.dedent("".join(kernel.raw_src))
+    module = compile(source, kernel.fn.__code__.co_filename, "exec")
+    codes = filter(inspect.iscode, module.co_consts)
+    return next(code for code in codes if code.co_name == kernel.fn.__name__)
 
 
 def _rebuilt(kernel: GluonJITFunction) -> Callable:

@@ -43,7 +43,7 @@ class Barrier:
         self._turn()
 
     def receive(self, number: int) -> int:
-        """Return the phase that a wait must reach to be ordered after the landed bytes."""
+        """Return the phase for which a reader of the landed bytes must wait."""
         self.valid()
         self.bytes -= number
         self.landed = self.phase + 1

@@ -44,7 +44,7 @@ def wait(mbarrier, phase, pred=True, deps=()):
 
 
 def fence_async_shared():
-    """Make this partition's stores to shared memory visible to wgmma and TMA."""
+    """Make this partition's stores visible to wgmma and TMA."""
     me = here()
     for access in me.unfenced:
         access.fenced = me.clock[me.id]
@@ -166,12 +166,9 @@ def await_written() -> None:
     """Wait until this partition's adds are written."""
     store_wait(0)
     me, program = here(), here().program
-    mine, program.late = (
-        [x for x in program.late if x[0] is me],
-        [x for x in program.late if x[0] is not me],
-    )
-    for _, write in mine:
-        write()
+    for late in [x for x in program.late if x[0] is me]:
+        program.late.remove(late)
+        late[1]()
 
 
 # wgmma.
@@ -233,8 +230,6 @@ class Product:
 class Pending(Tensor):
     """The result of a wgmma in flight, for another wgmma or warpgroup_mma_wait only."""
 
-    __slots__ = ("product",)
-
     def __init__(self, product: Product):
         self.product, self.dtype, self.memory = product, gl.float32, None
 
@@ -269,14 +264,13 @@ def warpgroup_mma_wait(num_outstanding=0, *, deps):
     products = here().products
     while len(products) > num_outstanding:
         products.pop(0).complete()
-    results = tuple(_waited(x, products) for x in deps)
-    return results[0] if len(results) == 1 else results
-
-
-def _waited(x: Any, products: list[Product]) -> Any:
-    if not isinstance(x, Pending) or x.product in products:
-        return x
-    return Tensor(x.product.compute(), gl.float32, x.product.taint)
+    results = [
+        Tensor(x.product.compute(), gl.float32, x.product.taint)
+        if isinstance(x, Pending) and x.product not in products
+        else x
+        for x in deps
+    ]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 # Partitions.

@@ -1,6 +1,4 @@
-"""The functions of Gluon's language that Canon's kernels call, under their own names. Layouts are
-ignored.
-"""
+"""The functions of Gluon's language that Canon's kernels call. Layouts are ignored."""
 
 import builtins
 import math

@@ -21,7 +21,7 @@ from canon.simulator.barriers import Barrier
 from canon.simulator.program import Fault, Partition, Place, here
 from canon.simulator.values import MEMORY, Tensor, held, number, type_of
 
-# bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
+# bytes of a CTA on sm_90: CUDA Programming Guide, 16.2
 MAX_SHARED = 232448
 
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
@@ -51,18 +51,6 @@ def covers(a: Region, b: Region) -> bool:
 
 class Access:
     """A read or a write, in flight until it has an ``epoch`` of the clock of ``owner``."""
-
-    __slots__ = (
-        "asynchronous",
-        "by",
-        "epoch",
-        "fenced",
-        "owner",
-        "place",
-        "region",
-        "what",
-        "write",
-    )
 
     def __init__(self, region: Region, what: str, by: Partition, write: bool, asynchronous: bool):
         self.region, self.what, self.by, self.write = region, what, by, write
@@ -144,16 +132,14 @@ class Allocation:
 
     def _keep_latest(self, access: Access) -> None:
         """Drop earlier reads of the region: what follows this one follows them."""
-
-        def earlier(a: Access) -> bool:
-            return (
-                not a.write
-                and a.epoch is not None
-                and (a.owner, a.region) == (access.owner, access.region)
-            )
-
-        if access.epoch is not None:
-            self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
+        if access.epoch is None:
+            return
+        mine = access.owner, access.region
+        self.accesses = [
+            a
+            for a in self.accesses
+            if a is access or a.write or a.epoch is None or (a.owner, a.region) != mine
+        ]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
         """Raise Fault if an overlapping access may be in flight."""

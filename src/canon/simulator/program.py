@@ -39,9 +39,7 @@ def here() -> "Partition":
 
 
 class Place:
-    """A line of a kernel and its call stack."""
-
-    __slots__ = ("lines",)
+    """A line of a kernel, and its callers."""
 
     def __init__(self):
         frame: FrameType | None = sys._getframe(1)
@@ -249,12 +247,6 @@ class Program:
         if self.abandoned:
             raise Fault("another program has failed")
 
-    def abandon(self) -> None:
-        if self.thread is not None:
-            self.abandoned = True
-            self.going.release()
-            self.thread.join()
-
     def run(self, name: str, warps: int, function: Callable[[], None]) -> None:
         self.name = name
         main = Partition(self, name, warps, {})
@@ -363,4 +355,7 @@ def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) 
                 raise program.failure
     finally:
         for program in left:
-            program.abandon()
+            if program.thread is not None:
+                program.abandoned = True
+                program.going.release()
+                program.thread.join()

@@ -40,8 +40,6 @@ _promotions: dict[tuple, Any] = {}
 class Tensor:
     """A value. ``taint``: why it is garbage. A pointer points into ``memory``."""
 
-    __slots__ = ("data", "dtype", "memory", "taint")
-
     def __init__(
         self, data: Any, dtype: Any, taint: str | None = None, memory: torch.Tensor | None = None
     ):
@@ -78,8 +76,12 @@ class Tensor:
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
     def to(self, dtype, bitcast=False):
-        convert = bits_as if bitcast else cast
-        return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
+        if bitcast:  # a block, to a type of the same size
+            stored = self.data.to(MEMORY[self.dtype.name]).contiguous()
+            data = held(stored.view(MEMORY[dtype.name]))
+        else:
+            data = cast(self.data, self.dtype, dtype)
+        return Tensor(data, dtype, self.taint)
 
     def expand_dims(self, axis):
         return Tensor(self.data.unsqueeze(axis), self.dtype, self.taint, self.memory)
@@ -160,11 +162,6 @@ def cast(data: Any, source: Any, target: Any) -> Any:
     return wrapped(data.long() if is_block else int(data), target)
 
 
-def bits_as(data: Any, source: Any, target: Any) -> Any:
-    """Reinterpret the bits of a block as another type of the same size."""
-    return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
-
-
 def rounded(x: float, kind: Any) -> float:
     """Round a float to a type."""
     return ctypes.c_float(x).value if kind.name == "fp32" else block(x, kind).item()
@@ -203,8 +200,7 @@ def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
     """Return both operands in their common type, the type and the taint. ``weak`` constants adopt
-    one.
-    """
+    one."""
     x, y = tensor(a), tensor(b)
     kind = x.dtype
     if kind is not y.dtype or division:

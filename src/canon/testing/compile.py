@@ -48,7 +48,7 @@ SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel for one dtype and head width; "rows" are all kernels without MMAs."""
+    """A kernel for one dtype and width; "rows" are all kernels without MMAs."""
 
     kernel: str
     arch: int
@@ -122,7 +122,7 @@ def _hopper_cases() -> list[Case]:
 
 
 def compile_case(case: Case) -> list[Compiled]:
-    """Compile each kernel that the case launches, once for equal constants."""
+    """Compile each kernel that the case launches."""
     tensors, found, hopper_constants = _tensors(case), {}, hopper.constants
     used, forced = launch.ROWS, {}
     if case.plain:
@@ -157,7 +157,6 @@ def compile_case(case: Case) -> list[Compiled]:
 
 
 def _most_shared(case: Case, used: Any, constants: dict, boxes: list[tuple[int, ...]]) -> int:
-    """Return the bytes of shared memory that a kernel may need."""
     if case.kernel == "few_queries":  # 128 rows of Q or P, and tiles of K or V
         visited = prod(boxes[1]) if boxes else 0
         if "STEP" in constants:

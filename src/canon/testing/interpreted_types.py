@@ -28,9 +28,6 @@ def share_types() -> None:
     def unwrap_if_constexpr(x):
         return x if x.__class__ in PLAIN else unwrap(x)
 
-    def equal_dtype(self, other):
-        return self.name == other.name if other.__class__ is core.dtype else equal(self, other)
-
     def init_type(self, element_ty, shape):
         key = element_ty.name, tuple([unwrap_if_constexpr(size) for size in shape])
         if key not in types:
@@ -47,6 +44,8 @@ def share_types() -> None:
         self.shape, self.numel = shapes[type.name]
 
     core._unwrap_if_constexpr = unwrap_if_constexpr
-    core.dtype.__eq__ = equal_dtype
+    core.dtype.__eq__ = lambda self, other: (
+        self.name == other.name if other.__class__ is core.dtype else equal(self, other)
+    )
     core.block_type.__init__ = init_type
     core.tensor.__init__ = init_tensor

@@ -16,9 +16,6 @@ and lse are float32, in base 2. For 16-bit inputs q k^T is summed as a tensor co
 at a time, truncated (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores,
 2021).
 
-**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
-out).
-
 **NaN and infinities** reach exactly the cells that see them. The judge compares their places, and
 errors elsewhere. Hidden tokens may hold NaN.
 
@@ -110,7 +107,7 @@ def orders(*given: Any, **named: Any) -> list[Results]:
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
-    """Let a function of `oracle`'s arguments take packed tensors, and a tuple of masks."""
+    """Let a function like `oracle` take packed tensors, and a tuple of masks."""
 
     def called(q, k, v, dout, mask=None, scale=None, dlse=None, sink=None, *more) -> Results:
         if q.dim() == 3:
@@ -363,10 +360,8 @@ def agreement(
     honest: Results | list[Results],
     roundings: Results | None = None,
 ) -> Agreement:
-    """Compare the errors of ``got`` and ``honest`` against ``exact``, for tensors that are there.
-
-    The distances of ``roundings`` widen the bounds. Raises ValueError if all tensors are None, or a
-    shape is wrong."""
+    """Compare the errors of ``got`` and ``honest``. The distances of ``roundings`` widen the
+    bounds. Raises ValueError if all tensors are None, or a shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, *theirs in zip(

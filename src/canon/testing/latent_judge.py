@@ -44,18 +44,11 @@ def latent_oracle(q, latent, k_rope, up_weight, dout, *options: Any) -> Attended
     return _attend(oracle, torch.float64, torch.float64, *tensors, *options)
 
 
-def latent_dense(
-    q, latent, k_rope, up_weight, dout, *options: Any, order: int = 0
-) -> AttendedLatent:
-    """Return the same in the dtype of q, as `judge.dense`."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    tensors = (x.detach() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, *options)
-
-
-def latent_orders(*arguments: Any) -> list[AttendedLatent]:
-    """Return the results for four orders."""
-    return [latent_dense(*arguments, order=order) for order in range(4)]
+def latent_orders(*given: Any) -> list[AttendedLatent]:
+    """Return the same in the dtype of q, for four orders of `judge.dense`."""
+    given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+    dtypes = given[0].dtype, torch.promote_types(given[0].dtype, torch.float32)
+    return [_attend(partial(dense, order=order), *dtypes, *given) for order in range(4)]
 
 
 def _attend(

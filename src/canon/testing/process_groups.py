@@ -110,8 +110,8 @@ class _Threads:
 
 
 def _await_exit(worker: threading.Thread) -> None:
-    """Wait until Linux has ended a joined thread. Before Python 3.13 `join` returns earlier: a
-    fork would inherit the locks of the thread's last C code, such as that of MKL's buffers.
+    """Wait until Linux has ended a joined thread. Before Python 3.13 `join` returns earlier: a fork
+    would inherit the locks of its last C code, such as MKL's.
     """
     task, start = Path(f"/proc/self/task/{worker.native_id}"), time.monotonic()
     while task.exists() and time.monotonic() - start < 60:
@@ -120,8 +120,12 @@ def _await_exit(worker: threading.Thread) -> None:
 
 @contextmanager
 def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
     cores, shared = torch.get_num_threads(), dist.distributed_c10d._world
-    dist.distributed_c10d._world = _thread_local_world()
+    dist.distributed_c10d._world = world = ThreadLocalWorld()
+    if not hasattr(ThreadLocalWorld, "comms"):
+        world.comms = []  # torchcomms communicators; no rank here has one
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     sys.stdout = output
     try:
@@ -146,15 +150,6 @@ def _one_launch_at_a_time() -> Iterator[None]:
 
     with mock.patch.object(JITFunction, "run", run):
         yield
-
-
-def _thread_local_world() -> Any:
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
-
-    world = ThreadLocalWorld()
-    if not hasattr(ThreadLocalWorld, "comms"):
-        world.comms = []  # torchcomms communicators; no rank here has one
-    return world
 
 
 dist.Backend.register_backend(
@@ -183,7 +178,7 @@ class _OutputByRank:
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
     """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after all have
-    started. Raises RuntimeError or TimeoutError.
+    started. Raises as `threads`, and TimeoutError.
     """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)

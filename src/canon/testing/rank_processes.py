@@ -69,7 +69,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
     print_by_rank([report["output"] if report else "" for report in reports])
     died = [rank for rank, report in enumerate(reports) if report is None and rank not in stuck]
     ended = "; ".join(f"rank {rank} ended with exit code {codes[rank]}" for rank in died)
-    if any(codes[rank] == 0 for rank in died):  # it left the others, whose errors follow from this
+    if any(codes[rank] == 0 for rank in died):  # the errors of others follow from this
         raise RuntimeError(ended)
     for _, rank in sorted(
         (report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]
@@ -167,7 +167,6 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 
 def _stack(path: Path) -> str:
-    """Return the innermost calls of a rank at the timeout."""
     lines = path.read_text().splitlines() if path.exists() else []
     calls = [line for line in lines if line.startswith("  File")]
     end = next((i for i, line in enumerate(calls) if line.endswith("in _child")), len(calls))

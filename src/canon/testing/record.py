@@ -1,4 +1,4 @@
-"""Write records of runs: command, commit, date, machine, versions and single results, as JSON."""
+"""Write records of runs, as JSON."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def head(command: str) -> dict[str, Any]:
 
 
 def command(*words: str, **options: Any) -> str:
-    """Return a command line. A list repeats its option, a tuple gives several words."""
+    """Return a command line. A list repeats its option."""
     line = [*words]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
@@ -59,9 +59,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "numpy": _version("numpy"),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if on_gpu
-        else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
         "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])

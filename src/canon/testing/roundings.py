@@ -69,17 +69,18 @@ def roundings(
     k, v = (heads_first(x, k_seen, torch.float64) for x in (k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~q_seen, 0)
-    finite_q, finite_k, v, dout = map(_finite, (q, k, v, dout))
+    finite_q, finite_k, v, dout = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v, dout))
     out, lse, dq = torch.empty_like(dout), torch.empty_like(dlse), torch.empty_like(q)
     dk, dv, dk_squares, dv_squares = (torch.zeros_like(x) for x in (k, v, k, v))
     sink = None if sink is None else sink.detach().double()[:, None]
     dsink, dsink_squares = q.new_zeros(q.shape[1]), q.new_zeros(q.shape[1])
+    growing = abs(scale) * max(1.0, (q.shape[-1] / 3) ** 0.5)
     all_equal = scale == 0 and not is_narrow and dout.unique().numel() < 3  # 0 if nothing is seen
     equal_sums, number = torch.zeros_like(v), k_seen.new_zeros(mask.keys, dtype=torch.int64)
     for rows, visible in row_blocks(mask, q):
         cap, scores = _capped(_scores(scale * q[:, :, rows], k, visible), softcap)
         q_row, dy, dlse_row = (x[:, :, rows] for x in (finite_q, dout, dlse))
-        sizes = cap.sizes(abs(scale) * _partial_sums(q_row.abs(), finite_k.abs()))
+        sizes = cap.sizes(growing * q_row.abs() @ finite_k.abs().mT)
         lse_row = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
         seen = lse_row > -torch.inf
         lse_row = lse_row.masked_fill(~seen, 0)
@@ -190,17 +191,9 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
     return _Cap(softcap, ratio.abs(), 1 - ratio.square()), capped
 
 
-def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
-    return max(1.0, (q.shape[-1] / 3) ** 0.5) * q @ k.mT
-
-
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. Distances of a NaN are not read."""
+    """Return q k^T, -inf in hidden cells."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
-
-
-def _finite(x: Tensor) -> Tensor:
-    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def waits(listing: str) -> int:
 
 
 def skipped_waits(listing: str) -> int:
-    """Return the number of waits that end a branch without MMA."""
+    """Return the number in branches without MMA."""
     return len(_SKIPPED_WAIT.findall(listing))
 
 

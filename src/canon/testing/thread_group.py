@@ -2,7 +2,7 @@
 canon, DDP and FSDP2.
 
 The last rank that posts its tensors moves the data of all; reductions are in rank order. Sends are
-buffered. A receive names its source. torch's own group of threads has no send and receive.
+buffered. torch's own group of threads has no send and receive.
 """
 
 from collections import Counter

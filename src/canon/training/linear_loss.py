@@ -242,7 +242,9 @@ class _LinearSum(torch.autograd.Function):
                 dhidden[part] = dx
         ctx.gradients, ctx.unit = (dhidden, dweight, dbias), unit
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
-        return own.to(accumulate)
+        total = own.to(accumulate)
+        ctx.save_for_backward(total)
+        return total
 
     @staticmethod
     def backward(ctx, *grads):
@@ -257,7 +259,7 @@ class _LinearSum(torch.autograd.Function):
         head = (None if x is None else x.to(ctx.dtype) for x in head)
         found = None if hidden is None else hidden.reshape(ctx.shape), *head
         if torch.is_grad_enabled():
-            found = undifferentiable(NO_SECOND_DERIVATIVE, *found)
+            found = undifferentiable(NO_SECOND_DERIVATIVE, found, *ctx.saved_tensors, *grads)
         return *found, None, None
 
 

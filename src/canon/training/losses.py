@@ -1,6 +1,4 @@
-"""`sequence_loss`: the mean cross-entropy of all ranks; its checks and its mean serve
-`linear_loss.py` too.
-"""
+"""`sequence_loss`: the mean cross-entropy of all ranks."""
 
 import math
 from numbers import Real
