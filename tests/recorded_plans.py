@@ -36,9 +36,8 @@ def planned(text, ranks, name):
     shape = shape_of(text)
     place = (shape.h, shape.g), shape.d, 1
     if name.startswith("mesh"):
-        rows, columns, function = re.findall(r"\d+|ring|strided", name)
+        _, columns, function = re.findall(r"\d+|ring|strided", name)
         options = {"mask": shape.mask, "layout": Layout.zigzag(shape.n, ranks)}
-        function = "ring" if rows == "1" else function  # nothing travels in a column
         return plan_of(f"{function}_attention", *place, int(columns), **options)
     (attend,) = (x.attend for x in schedules(shape, ranks, Settings()) if x.name == name)
     layout = {"layout": layout_of(text, ranks)} if name.startswith("magi") else {}

@@ -98,7 +98,7 @@ def _gb(text: str) -> float:
 
 
 def _recipe(row, untested: bool) -> str:
-    """Return the calls of the fastest plan, as Python, after a comment."""
+    """Return the calls of the fastest plan, as Python."""
     if row["refused"]:
         return f"no plan fits: the fastest needs {row['peak GB']:.2f} GB"
     note = ", no link between hosts was measured" * untested

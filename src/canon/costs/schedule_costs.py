@@ -135,7 +135,7 @@ def _pass(calls, hosts, backward) -> Pass:
 
 
 def _steps(call, backward):
-    if call.algorithm.plan is None:
+    if call.algorithm.plan is None or call.ranks == 1:
         return ring_of(call).steps
     return getattr(call.plan, "steps", None) or (call.plan.forward, call.plan.backward)[backward]
 
