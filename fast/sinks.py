@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canon.fast.device import rows_for
 from canon.fast.replay.recordings import replayed
-from canon.route.autograd import once_differentiable
+from canon.route.differentiation import once_differentiable
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ from canon.reference.tiles import (
     visible_tiles,
 )
 from canon.route.algorithm import Algorithm, Gradients, NeedsGrad, Side
-from canon.route.autograd import once_differentiable
 from canon.route.call import Call
 from canon.route.checks import Scale
+from canon.route.differentiation import once_differentiable
 from canon.route.sink_weights import over_width, sigmoid, sink_weight
 from canon.route.sink_weights import weighted as with_sink
 

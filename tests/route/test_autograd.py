@@ -213,6 +213,26 @@ def test_unsupported_differentiation_is_named(half, function):
         (dq.sum() + q.sum()).backward()
 
 
+# as above
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_parts_and_decoding_refuse_transforms_and_forward_mode(half):
+    (q, k, v), mask = inputs(), Mask.causal(24)
+    out, lse = half.attention_forward(q, k, v, mask)
+    for call in (
+        lambda q: half.attention_forward(q, k, v, mask),
+        lambda q: half.attention_backward(q, q, k, v, out, lse, mask),
+        lambda out: half.merge(out, lse, out, lse),
+        lambda q: half.decode_attention(q, k, v),
+    ):
+        with pytest.raises(NotImplementedError, match=r"torch\.func"):
+            torch.func.vmap(call)(q[None])
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="forward-mode"),
+        ):
+            call(torch.autograd.forward_ad.make_dual(q, q))
+
+
 @pytest.mark.parametrize("over_mesh", [False, True])
 def test_second_derivatives_are_not_silently_zero(half, over_mesh):
     """torch takes gradients that do not depend on an input for constants."""

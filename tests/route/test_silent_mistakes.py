@@ -205,3 +205,13 @@ def test_shard_batch_names_the_remedy_of_masks_that_other_functions_take(half, o
     masks = (Mask.causal(100), Mask.documents([0, 40, 100]))
     with pytest.raises(TypeError, match=r"put position_ids \(b, n\) into the batch"):
         half.dispatch(masks, 2).shard_batch({"labels": torch.zeros(2, 100).long()}, 0, masks)
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_named(half, layout):
+    q, kv = torch.nested.nested_tensor([torch.zeros(4, 2, 8)], layout=layout), torch.zeros(4, 2, 8)
+    for function in (half.attention, half.ring_attention, half.decode_attention):
+        with pytest.raises(TypeError, match="q is a NestedTensor: pass a plain torch.Tensor"):
+            function(q, kv, kv)

@@ -20,6 +20,7 @@ from canon.route.checks import (
     default_scale,
     under_autocast,
 )
+from canon.route.differentiation import check_differentiation
 from canon.route.packing import attend_each, differentiate_each
 
 
@@ -167,6 +168,7 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
                 f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
                 f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
             )
+        check_differentiation(out, lse, other_out, other_lse)
         return merged(out, lse, other_out, other_lse)
 
     return bound(merge, merged)

@@ -17,7 +17,7 @@ from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
 from canon.route.algorithm import Algorithm
-from canon.route.autograd import Attention, check_differentiation, forward_pass
+from canon.route.autograd import Attention, forward_pass
 from canon.route.call import Arguments, Place, call_of, mask_and_layout, place_of
 from canon.route.checks import (
     autocast_dtype,
@@ -27,6 +27,7 @@ from canon.route.checks import (
     check_sink,
     kind_of_sink,
 )
+from canon.route.differentiation import check_differentiation
 from canon.route.operators import call_operator, is_traced
 from canon.route.packing import (
     attend_each,

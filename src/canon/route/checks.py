@@ -16,6 +16,7 @@ from canon.masks.arguments import nested, shown
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import are_noted, cached_plan
 from canon.ranks.profiling import recorded
+from canon.route.differentiation import check_differentiation
 
 METHODS = ("auto", "fused", "split", "head_parallel")
 # of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
@@ -84,17 +85,16 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise unless ``x`` is a plain dense tensor with data."""
+    """Raise unless ``x`` is a plain dense tensor with data, and as `check_differentiation`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), the tokens of this rank")
-    if getattr(type(x), "__torch_dispatch__", None) is not getattr(
-        Tensor, "__torch_dispatch__", None
-    ):
-        raise TypeError(
-            f"{name} is a {type(x).__name__}, a tensor subclass: pass a plain torch.Tensor"
-        )
+    dispatch = getattr(type(x), "__torch_dispatch__", None)
+    if x.is_nested or dispatch is not getattr(Tensor, "__torch_dispatch__", None):
+        kind = "NestedTensor" if x.is_nested else f"{type(x).__name__}, a tensor subclass"
+        raise TypeError(f"{name} is a {kind}: pass a plain torch.Tensor")
+    check_differentiation(x)
     if x.layout is not torch.strided or x.is_quantized:
         raise ValueError(
             f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()"

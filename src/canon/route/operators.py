@@ -35,13 +35,10 @@ from canon.route.algorithm import (
     Declaration,
     Side,
 )
-from canon.route.autograd import (
-    NO_SECOND_DERIVATIVE,
-    check_differentiation,
-    surroundings,
-)
+from canon.route.autograd import surroundings
 from canon.route.call import Arguments, Call, call_of
 from canon.route.checks import accumulate_dtype, batched, check_mask_type
+from canon.route.differentiation import NO_SECOND_DERIVATIVE, check_differentiation
 from canon.route.flops import register_formulas
 
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))

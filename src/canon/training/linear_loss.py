@@ -28,7 +28,6 @@ from canon.masks.arguments import whole
 from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
-from canon.route.autograd import undifferentiable
 from canon.route.checks import (
     accumulate_dtype,
     check_alike,
@@ -36,6 +35,7 @@ from canon.route.checks import (
     checked_softcap,
     under_autocast,
 )
+from canon.route.differentiation import undifferentiable
 from canon.training.losses import (
     Items,
     check_labels,
