@@ -1,11 +1,12 @@
 """Compile kernels before they run, in parallel processes, into the disk caches of Triton and CUDA.
 
     parent     `compile_ahead`: starts one process and reports its progress
-    process    calls `collect`; each launch records its compilation, and launches nothing
-    forks      one per core: each compiles the next recorded job
+    process    divides the functions that launch kernels into shares, a fork for each
+    share      calls its functions; each launch records its compilation, and launches nothing
+    forks      one per core: each compiles the next job of its share that no other one has claimed
 
-Forks inherit the jobs and never use the GPU. The first process is new, because a fork of a process
-with threads may deadlock. Processes of one host take turns.
+The last forks inherit the jobs and never use the GPU. The first process is new, because a fork of a
+process with threads may deadlock. Processes of one host take turns.
 """
 
 import fcntl
@@ -61,13 +62,13 @@ class Outcome:
 
 
 def compile_ahead(
-    collect: Callable[[], None],
+    collect: Sequence[Job],
     identities: Sequence[Any],
     *,
     processes: int | None = None,
     progress: bool = True,
 ) -> Outcome:
-    """Compile the kernels that ``collect``, picklable, launches.
+    """Compile the kernels that the functions ``collect``, picklable, launch.
 
     ``identities``: values with a stable repr that decide the work besides code and GPU. If each one
     has left a stamp, nothing is done. ``processes``: None is one per core.
@@ -99,7 +100,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _in_process(collect: Callable[[], None], processes: int, progress: bool) -> Outcome:
+def _in_process(collect: Sequence[Callable[[], None]], processes: int, progress: bool) -> Outcome:
     done = {"compiled": 0, "failed": 0, "of": 0}
     columns = (
         TextColumn("{task.description}"),
@@ -108,7 +109,7 @@ def _in_process(collect: Callable[[], None], processes: int, progress: bool) -> 
         TimeElapsedColumn(),
     )
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as errors, tempfile.TemporaryDirectory() as claims:
         pipes = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
@@ -120,10 +121,11 @@ def _in_process(collect: Callable[[], None], processes: int, progress: bool) -> 
             try:
                 # the child has ended, or its output is not JSON
                 with suppress(OSError, ValueError):
-                    child.stdin.write(pickle.dumps((collect, processes)))
+                    child.stdin.write(pickle.dumps((collect, processes, Path(claims))))
                     child.stdin.close()
                     for line in child.stdout or ():
-                        done |= json.loads(line)
+                        for name, count in json.loads(line).items():
+                            done[name] += count
                         completed = done["compiled"] + done["failed"]
                         bar.update(task, completed=completed, total=done["of"])
                     child.wait()
@@ -200,21 +202,35 @@ def _run(index: int) -> None:
 
 def main() -> None:
     """Compile the pickled work of the standard input, and print progress as JSON lines."""
-
-    def report(**counts: int) -> None:
-        print(json.dumps(counts), flush=True)
-
-    collect, processes = pickle.load(sys.stdin.buffer)
-    with recorded_jobs() as jobs:
-        collect()
-    work = [native_module, native_tables, *jobs.values()]
-    report(of=len(work))
-    compiled = failed = 0
-    for error in compile_all(work, processes):
-        compiled, failed = compiled + (error is None), failed + (error is not None)
-        report(compiled=compiled, failed=failed)
+    collect, processes, claims = pickle.load(sys.stdin.buffer)
+    shares = min(len(collect), max(1, min(8, processes // 2)))  # each has a CUDA context
+    forks = -(-processes // shares)
+    work = [partial(_compile_share, collect[i::shares], forks, claims) for i in range(shares)]
+    for error in compile_all(work, shares):
         if error is not None:
+            raise error
+
+
+def _compile_share(collect: Sequence[Job], processes: int, claims: Path) -> None:
+    def report(**counts: int) -> None:
+        print(f"{json.dumps(counts)}\n", end="", flush=True)  # in one write: shares run at once
+
+    with recorded_jobs() as jobs:
+        for function in collect:
+            function()
+    jobs = {"native replay": native_module, "native tables": native_tables, **jobs}
+    report(of=len(jobs))
+    work = [partial(_claim_and_run, claims, *job) for job in jobs.items()]
+    for error in compile_all(work, processes):
+        claimed = isinstance(error, FileExistsError)  # by another share
+        report(**{"of": -1} if claimed else {"failed" if error else "compiled": 1})
+        if error and not claimed:
             print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+
+
+def _claim_and_run(claims: Path, key: Any, job: Job) -> None:
+    (claims / hashlib.sha256(repr(key).encode()).hexdigest()).touch(exist_ok=False)
+    job()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def _compile(model: Model, device: torch.device) -> None:
     )
     tell = partial(print, file=sys.stderr, flush=True) if first_rank else lambda text: None
     tell(f"canon.fast: compiling the kernels of {what}, once on each host ...")
-    work = partial(collect, model, str(device))
+    work = [partial(collect, model, str(device))]
     try:
         done = compile_ahead(work, identities(model), progress=first_rank)
     except OSError as error:  # the cache cannot be written, or its file system has no locks

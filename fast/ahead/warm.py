@@ -76,7 +76,7 @@ def warm_up(
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
-        partial(collect, model, device),
+        [partial(collect, model, device)],
         identities(model),
         processes=processes,
         progress=progress,

@@ -15,6 +15,7 @@ from canon.check.case_runner import CaseRunner
 from canon.check.cases import all_cases
 from canon.check.documents import Documents
 from canon.fast.ahead import compilation
+from canon.fast.ahead.compilation import Outcome
 
 pytestmark = pytest.mark.interpreted
 
@@ -51,17 +52,19 @@ cases = [
 runner = CaseRunner("canon.fast", tuple(cases), "cpu")
 with _target(90):
     with recorded_jobs() as jobs:
-        warming.collect([(1, runner)])
+        warming.collect(1, runner)
     with recorded_jobs() as again:
-        warming.collect([(1, runner), (1, runner)])
+        for _ in range(2):
+            warming.collect(1, runner)
     names = sorted(name for _, name, _ in jobs)
     merge = [job for key, job in jobs.items() if key[1] == "merge_kernel"]
     compiled = [error is None for error in compile_all(merge, 2)]
 print(json.dumps(dict(names=names, again=len(again), compiled=compiled)))
 """
 
-# A module whose `collect` launches one kernel.
+# A module whose `collect` launches one kernel, in each of two shares.
 MERGING = """
+import os
 from functools import partial
 
 import torch
@@ -76,10 +79,12 @@ def collect():
     out, lse = torch.zeros(1, 16, 2, 32), torch.zeros(1, 2, 16)
     launch.merge(out, lse, out, lse, out, lse)
 
-def compiled():
-    outcome = compilation.compile_ahead(collect, ["merge"], processes=2, progress=False)
-    assert outcome.complete, outcome
-    return outcome.compiled, outcome.of
+def end():
+    os._exit(3)
+
+def compiled(other):
+    shares, options = [collect, other], dict(processes=4, progress=False)
+    return compilation.compile_ahead(shares, [other.__name__], **options)
 """
 
 
@@ -160,7 +165,8 @@ def test_a_script_and_a_program_from_the_standard_input_take_turns_and_compile_o
     script = tmp_path / "script.py"
     (tmp_path / "merging.py").write_text(MERGING)
     script.write_text(
-        f"import sys; sys.path.append({str(tmp_path)!r}); import merging; print(merging.compiled())"
+        f"import sys; sys.path.append({str(tmp_path)!r}); import merging; "
+        "print(merging.compiled(merging.collect))"
     )
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     kept |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -175,8 +181,16 @@ def test_a_script_and_a_program_from_the_standard_input_take_turns_and_compile_o
     (one, errors), (other, more) = (
         p.communicate(text, timeout=300) for p, text in zip(both, texts, strict=True)
     )
-    assert sorted(map(str.strip, (one, other))) == ["(0, 0)", "(3, 3)"], errors + more
-    assert len(list((tmp_path / "cache").rglob("merge_kernel.cubin"))) == 1
+    found = sorted(map(str.strip, (one, other)))
+    assert found == [str(Outcome(*counts)) for counts in ((), (3, 0, 3))], errors + more
+    assert len(list((tmp_path / "cache").rglob("merge_kernel.cubin"))) == 1, "of both shares"
     assert len(list((tmp_path / "cache").rglob("canon_replay*.so"))) == 1, (
         "the native replay is compiled, too"
     )
+
+
+def test_a_share_that_ends_ends_the_compilation(tmp_path):
+    (tmp_path / "merging.py").write_text(MERGING)
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); import merging; "
+    program += "print(merging.compiled(merging.end))"
+    assert "terminated abruptly" in printed(program, TRITON_CACHE_DIR=str(tmp_path / "cache"))
