@@ -289,10 +289,8 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
     for start in range(0, q.shape[-1], 16):
-        exact = (
-            total.double()
-            + q[..., start : start + 16].double() @ k[..., start : start + 16].double().mT
-        )
+        part = slice(start, start + 16)
+        exact = (q[..., part].double() @ k[..., part].double().mT).add_(total)
         total = exact.float()
         total = torch.where(
             total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total
