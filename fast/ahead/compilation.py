@@ -43,7 +43,6 @@ from canon.fast.replay.native import native_module
 from canon.fast.tables.work_tables import native_tables
 
 Job = Callable[[], Any]
-SHARES = 8  # at most: each has a CUDA context
 PROCESS = [sys.executable, "-P", "-m", "canon.fast.ahead.compilation"]
 _jobs: list[Job] = []  # inherited by forks
 
@@ -63,7 +62,7 @@ class Outcome:
 
 
 def compile_ahead(
-    collect: Sequence[Callable[[], None]],
+    collect: Sequence[Job],
     identities: Sequence[Any],
     *,
     processes: int | None = None,
@@ -204,22 +203,17 @@ def _run(index: int) -> None:
 def main() -> None:
     """Compile the pickled work of the standard input, and print progress as JSON lines."""
     collect, processes, claims = pickle.load(sys.stdin.buffer)
-    shares = min(SHARES, len(collect), max(1, processes // 2))
-    fork, each = multiprocessing.get_context("fork"), -(-processes // shares)
-    forks = [
-        fork.Process(target=_compile_share, args=(collect[share::shares], each, claims))
-        for share in range(shares)
-    ]
-    for process in forks:
-        process.start()
-    for process in forks:
-        process.join()
-    sys.exit(any(process.exitcode for process in forks))
+    shares = min(len(collect), max(1, min(8, processes // 2)))  # each has a CUDA context
+    forks = -(-processes // shares)
+    work = [partial(_compile_share, collect[i::shares], forks, claims) for i in range(shares)]
+    for error in compile_all(work, shares):
+        if error is not None:
+            raise error
 
 
-def _compile_share(collect: Sequence[Callable[[], None]], processes: int, claims: Path) -> None:
+def _compile_share(collect: Sequence[Job], processes: int, claims: Path) -> None:
     def report(**counts: int) -> None:
-        print(json.dumps(counts), flush=True)
+        print(f"{json.dumps(counts)}\n", end="", flush=True)  # in one write: shares run at once
 
     with recorded_jobs() as jobs:
         for function in collect:
@@ -228,11 +222,9 @@ def _compile_share(collect: Sequence[Callable[[], None]], processes: int, claims
     report(of=len(jobs))
     work = [partial(_claim_and_run, claims, *job) for job in jobs.items()]
     for error in compile_all(work, processes):
-        if isinstance(error, FileExistsError):  # another share has claimed it
-            report(of=-1)
-            continue
-        report(**{"failed" if error else "compiled": 1})
-        if error:
+        claimed = isinstance(error, FileExistsError)  # by another share
+        report(**{"of": -1} if claimed else {"failed" if error else "compiled": 1})
+        if error and not claimed:
             print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
 
 

@@ -66,7 +66,7 @@ def inputs(case: Case, device: str) -> Inputs:
     return replace(_inputs(case.of_inputs, device), softcap=case.softcap)
 
 
-@lru_cache(maxsize=12)
+@lru_cache(maxsize=4)
 def _inputs(case: Case, device: str) -> Inputs:
     mask, shape, dtype = case.masks, case.shape, DTYPES[case.dtype]
     masks = mask if isinstance(mask, tuple) else (mask,) * (shape.batch or 1)
@@ -146,7 +146,7 @@ def expected(case: Case, device: str) -> Expected:
     return _expected(replace(case.of_inputs, options=options, used=used), device)
 
 
-@lru_cache(maxsize=12)
+@lru_cache(maxsize=4)
 def _expected(case: Case, device: str) -> Expected:
     x = inputs(case, device)
     tensors = [t for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]

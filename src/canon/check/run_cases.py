@@ -40,6 +40,11 @@ def run_groups(
     """
     results: dict[str, Any] = {}
     names = [case.name for _, runner in groups for case in runner.cases]
+    inputs_of = lambda case: repr(case.of_inputs)  # neighbours share cached inputs and results
+    groups = [
+        (ranks, replace(runner, cases=tuple(sorted(runner.cases, key=inputs_of))))
+        for ranks, runner in groups
+    ]
     try:
         if warming.worth_it(groups[0][1]):
             parts = [(ranks, part) for ranks, runner in groups for part in _parts(runner)]

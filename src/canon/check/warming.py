@@ -26,17 +26,14 @@ def worth_it(runner: CaseRunner) -> bool:
 
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
-    """Compile the kernels of pairs (ranks, runner), which processes share. Return a line for the
-    user.
-    """
+    """Compile the kernels of pairs (ranks, runner). Return a line for the user."""
     from canon.fast.ahead.compilation import compile_ahead
 
-    first = groups[0][1]
-    names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
-    documents = [case.documents for case in first.cases[:1]]
-    identities = [(first.module, first.backend, documents, names)]
+    cases = [
+        (ranks, replace(runner, cases=(case,))) for ranks, runner in groups for case in runner.cases
+    ]
     began = perf_counter()
-    outcome = compile_ahead([partial(collect, [group]) for group in groups], identities)
+    outcome = compile_ahead([partial(collect, *case) for case in cases], [cases])
     if outcome.complete:
         return (
             f"{outcome.compiled} kernels compiled in {perf_counter() - began:.0f} s."
@@ -49,9 +46,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     )
 
 
-def collect(groups: Sequence[tuple[int, CaseRunner]]) -> None:
-    """Run all cases without launches."""
-    for ranks, runner in groups:
-        for case in runner.cases:
-            with suppress(RuntimeError):  # the check will report it
-                process_groups.threads(replace(runner, cases=(case,)).rehearse, ranks)
+def collect(ranks: int, runner: CaseRunner) -> None:
+    """Run a case without launches."""
+    with suppress(RuntimeError):  # the check will report it
+        process_groups.threads(runner.rehearse, ranks)

@@ -286,10 +286,8 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
     for start in range(0, q.shape[-1], 16):
-        exact = (
-            total.double()
-            + q[..., start : start + 16].double() @ k[..., start : start + 16].double().mT
-        )
+        part = slice(start, start + 16)
+        exact = (q[..., part].double() @ k[..., part].double().mT).add_(total)
         total = exact.float()
         total = torch.where(
             total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total
@@ -406,18 +404,15 @@ def judged(
         x.to(exact.device).double().masked_fill(missing, 0) for x in (got, exact, *honest)
     )
     # below it, the oracle's own value may be rounding
-    floor = 0.0 if roundings is None else roundings.to(exact.device)
+    floor = torch.zeros_like(exact) if roundings is None else roundings.to(exact.device)
+    floor = floor.masked_fill(missing, 0)
     significant = bool((exact.abs() > floor).any())
     faults = [f"{name} is zero everywhere"] if significant and not bool(got.any()) else []
     rounded = exact.to(kept).double()
-    measures = []
+    errors, measures = [*(x - exact for x in (got, rounded, *honest)), floor], []
     for norm in NORMS:
-        error, once, *theirs = (
-            relative(name, norm, x - exact, exact) for x in (got, rounded, *honest)
-        )
-        bound = EXACT if kept == torch.float64 else 2 * max(theirs) + once
-        if roundings is not None:
-            bound += relative(name, norm, roundings.to(exact.device).masked_fill(missing, 0), exact)
+        error, once, *theirs, distance = relative(name, norm, errors, exact)
+        bound = (EXACT if kept == torch.float64 else 2 * max(theirs) + once) + distance
         measures.append(Measure(name, norm, error, bound))
         if not error <= bound:
             faults.append(
@@ -427,19 +422,23 @@ def judged(
     return measures, faults
 
 
-def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
-    """Return the size of ``error`` relative to ``exact``. "lse" is (..., h, t), "dsink" (h,)."""
-    if not error.numel():
-        return 0.0
+def relative(name: str, norm: str, errors: list[Tensor], exact: Tensor) -> list[float]:
+    """Return the sizes of ``errors`` relative to ``exact``."""
+    if not exact.numel():
+        return [0.0] * len(errors)
+    size = _norms(name, norm, exact)
+    if norm == "token" and bool(size.any()):
+        size = size.clamp(min=size[size > 0].median())
+    size = size.masked_fill(size == 0, 1)
+    return torch.stack([(_norms(name, norm, x) / size).amax() for x in errors]).tolist()
+
+
+def _norms(name: str, norm: str, x: Tensor) -> Tensor:
+    """Return a norm, or those of the tokens. "lse" is (..., h, t), "dsink" (h,)."""
     if norm == "max":
-        error, size = error.abs().amax(), exact.abs().amax()
-    elif norm == "l2":
-        error, size = error.norm(), exact.norm()
-    else:
-        by_token = {"lse": lambda x: x.norm(dim=-2), "dsink": torch.abs}.get(
-            name, lambda x: x.flatten(-2).norm(dim=-1)
-        )
-        error, size = by_token(error), by_token(exact)
-        size = size.clamp(min=size[size > 0].median()) if bool(size.any()) else size
-        error, size = (error / size.masked_fill(size == 0, 1)).amax(), error.new_ones(())
-    return (error / size if size > 0 else error).item()
+        return x.abs().amax()
+    if norm == "l2":
+        return x.norm()
+    if name == "dsink":
+        return x.abs()
+    return x.norm(dim=-2) if name == "lse" else x.flatten(-2).norm(dim=-1)
