@@ -11,11 +11,13 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
-from canon import Band, Mask
+from canon import Band, Mask, fast
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
+from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.device_plans import uploaded
+from canon.masks.plan_cache import PLANS
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -67,6 +69,11 @@ def hopper(order="random", seed=0):
         yield
 
 
+def in_order(mask):
+    """Return the cells whose tiles of keys are visited in order."""
+    return Cells(mask, in_place(mask))
+
+
 def new_schedule(cells, traversal, device):
     """Return the tile schedule, not from the cache of plans."""
     return uploaded(tile_schedule.__wrapped__(cells, traversal), device)
@@ -90,6 +97,18 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
     for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
         x[:, ~used] = torch.nan
     return q, k, v, dout, dlse
+
+
+def captured(program):
+    """Return a CUDA graph of ``program()``, and its results there."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        program()
+    torch.cuda.synchronize()
+    # NCCL's watchdog queries events meanwhile
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        return graph, program()
 
 
 def growing(growth, dtype=torch.bfloat16):
@@ -117,6 +136,28 @@ def attend(*given, **more) -> Attended:
     how = {name: more.pop(name) for name in ("order", "seed") if name in more}
     with hopper(**how):
         return both_passes(*given, **more)
+
+
+def attend_in_order(q, k, v, mask, **options):
+    """Return out and lse of a call with ``rank_invariant=True`` on the Hopper kernels."""
+    with hopper(), torch.no_grad():
+        return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
+
+
+@contextmanager
+def noted(monkeypatch, module, name, of_result):
+    """Yield a list to which each call of a function of ``module`` adds ``of_result(result)``."""
+    found, function = [], getattr(module, name)
+    PLANS.clear()  # a recording of an equal call would replay it
+
+    def noting(*given):
+        result = function(*given)
+        found.append(of_result(result))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, noting)
+        yield found
 
 
 def forward(q, k, v, mask, tiles, **how) -> Attended:

@@ -4,6 +4,7 @@ with arguments rebuilt on the new tensors.
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,40 +41,30 @@ class _Interpreted:
     def __call__(self, buffers: tuple[Tensor, ...]) -> None:
         for operation in self.operations:
             if isinstance(operation, Zero):
-                p = self.place(operation.place)
-                _bytes_at(buffers[p.slot], p.offset, operation.bytes).zero_()
+                self._view(buffers, operation.place, torch.uint8, (operation.bytes,), (1,)).zero_()
             else:
-                arguments = self._rebuilt(operation.arguments, operation, buffers)
                 launcher.launch(
                     operation.kernel,
                     operation.blocks,
                     buffers[0].device,
-                    arguments,
+                    self._rebuilt(operation.arguments, operation, buffers),
                     **operation.constants,
                 )
 
-    def _rebuilt(self, arguments: tuple, launch: Launch, buffers: tuple[Tensor, ...]) -> tuple:
-        made = []
-        for x in arguments:
-            if isinstance(x, tuple):
-                made.append(self._rebuilt(x, launch, buffers))
-            elif isinstance(x, Tensor):
-                made.append(self._moved(x, launch, buffers))
-            elif isinstance(getattr(x, "base", None), Tensor):
-                made.append(copy.copy(x))
-                made[-1].base = self._moved(x.base, launch, buffers)
-            else:
-                made.append(x)
-        return tuple(made)
+    def _rebuilt(self, x: Any, launch: Launch, buffers: tuple[Tensor, ...]) -> Any:
+        if isinstance(x, tuple):
+            return tuple(self._rebuilt(part, launch, buffers) for part in x)
+        if isinstance(x, Tensor):
+            place = launch.places[id(x)]
+            return self._view(buffers, place, x.dtype, x.shape, x.stride())
+        if isinstance(getattr(x, "base", None), Tensor):
+            made = copy.copy(x)
+            made.base = self._rebuilt(x.base, launch, buffers)
+            return made
+        return x
 
-    def _moved(self, x: Tensor, launch: Launch, buffers: tuple[Tensor, ...]) -> Tensor:
-        p = self.place(launch.places[id(x)])
-        whole = buffers[p.slot]
-        start = whole.data_ptr() + p.offset - whole.untyped_storage().data_ptr()
-        moved = torch.empty(0, dtype=x.dtype)
-        return moved.set_(whole.untyped_storage(), start // x.element_size(), x.shape, x.stride())
-
-
-def _bytes_at(x: Tensor, offset: int, count: int) -> Tensor:
-    start = x.data_ptr() + offset - x.untyped_storage().data_ptr()
-    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), start, (count,), (1,))
+    def _view(self, buffers: tuple[Tensor, ...], place: Place, dtype: torch.dtype, *sizes: Any):
+        p, new = self.place(place), torch.empty(0, dtype=dtype)
+        storage = buffers[p.slot].untyped_storage()
+        start = buffers[p.slot].data_ptr() + p.offset - storage.data_ptr()
+        return new.set_(storage, start // dtype.itemsize, *sizes)

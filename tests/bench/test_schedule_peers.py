@@ -4,19 +4,15 @@ them, may fail.
 
 import contextlib
 import functools
-import importlib
 import json
 import pickle
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 from benching import CPU, no_clock_of_schedules, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon.bench import (
     bench_command,
-    ring_flash_attn_peer,
     schedule_peers,
     schedules,
     shapes,
@@ -132,32 +128,3 @@ def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
         == found("1,64,4,2,16,causal", 1)
         == []
     )
-
-
-def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
-    """The two functions of FlashAttention 2 that ring-flash-attn imports pass their arguments
-    on.
-    """
-    calls, options = [], (0.0, 1.0, True, -1, -1, 0.0, None, False)
-    names = "flash_attn", "flash_attn.cute.interface", "ring_flash_attn"
-    _, kernels, ring = modules = [ModuleType(name) for name in names]
-    noting = lambda *x, **y: calls.append((x, y)) or (10, 11, 12)
-    vars(kernels).update(_flash_attn_fwd=noting, _flash_attn_bwd=noting)
-
-    def zigzag(q, k, v, causal, return_attn_probs):
-        both = importlib.import_module("flash_attn.flash_attn_interface")
-        both._flash_attn_backward(*range(9), *options)  # dout, q, k, v, out, lse, dq, dk, dv
-        return both._flash_attn_forward(q, k, v, *options)
-
-    vars(ring).update(zigzag_ring_flash_attn_func=zigzag)
-    for name, module in zip(names, modules, strict=True):
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in ("flash_attn.flash_attn_interface", "ring_flash_attn.adapters"):
-        monkeypatch.setitem(sys.modules, name, None)  # absent, and restored after the test
-    attend = ring_flash_attn_peer.zigzag_function()
-    assert attend is not None
-    assert attend(1, 2, 3, return_lse=True) == (10, 11)  # pyright: ignore[reportArgumentType]
-    (backward, named), (forward, _) = calls
-    assert forward == (1, 2, 3)
-    assert backward == (1, 2, 3, 4, 0, 5)
-    assert [named[name] for name in ("dq", "dk", "dv")] == [6, 7, 8]

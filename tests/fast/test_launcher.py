@@ -2,13 +2,13 @@
 and captured graphs replay.
 """
 
-import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from hopper import captured, inputs
 from sharded import all_equal
 
 from canon import Mask, fast
@@ -97,52 +97,39 @@ def test_the_cache_is_bounded(kernel, monkeypatch):
     assert len(launcher._compiled) <= 4
 
 
-def captured(names):
-    """Return for each of three replays whether a captured graph of these schedules gives the
-    results of eager calls.
+SCHEDULES = "ring_attention", "strided_attention", "magi_attention"
+
+
+def replayed():
+    """Return for each of three replays whether a captured graph of all schedules gives the results
+    of eager calls.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     mask = Mask.documents([0, 700, 701, 2048], window=(900, 0))
-    layout = fast.dispatch(mask, ranks, chunk=128)
-    draw = torch.Generator("cuda").manual_seed(0)
-    full = [
-        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
-        for h in (8, 4, 4, 8)
-    ]
-    *held, dout = (layout.shard(x, rank) for x in full)
+    layout = fast.dispatch(mask, dist.get_world_size(), chunk=128)
+    *held, dout = (layout.shard(x, dist.get_rank()) for x in inputs(mask, h=8, g=4)[:4])
 
     def both():
         results, leaves = [], [x.detach().requires_grad_() for x in held]
-        for name in names:
+        for name in SCHEDULES:
             out = getattr(fast, name)(*leaves, mask, layout)
             results += [out, *torch.autograd.grad(out, leaves, dout)]
         return results
 
     both()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(
-        graph, stream=stream, capture_error_mode="thread_local"
-    ):  # NCCL's watchdog queries events meanwhile
-        replayed = both()
-    same = []
+    (graph, results), same = captured(both), []
     for turn in range(3):
         for x in held:
             x.mul_(0.5 + turn)
         expected = [x.clone() for x in both()]
-        for x in replayed:
+        for x in results:
             x.detach().zero_()
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        same.append(all_equal(replayed, expected))
+        same.append(all_equal(results, expected))
     return same
 
 
 @pytest.mark.gpus(2)
 def test_a_captured_graph_replays_schedules():
-    schedules = ["ring_attention", "strided_attention", "magi_attention"]
-    assert process_groups.gpus(functools.partial(captured, schedules), 2) == [[True] * 3] * 2
+    assert process_groups.gpus(replayed, 2) == [[True] * 3] * 2

@@ -34,11 +34,11 @@ def memory_of_the_schedules_alone(monkeypatch):
     monkeypatch.setattr(thread_group.ThreadGroup, "send", send_uncounted)
 
 
-def peaks(attend, layout, **options):
+def peaks(attend, layout, mask=None, **options):
     """Return, for each rank, the peak bytes of a forward and a backward pass of a known call,
     results included.
     """
-    mask = Mask.full(layout.tokens)
+    mask = mask or Mask.full(layout.tokens)
     tensors = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
 
     def program():
@@ -101,6 +101,13 @@ def test_a_ring_holds_two_blocks_each_way(ranks):
         t * (sums + so_far + max(keys + newest, rounded)),
     )
     assert peaks(fast.ring_attention, layout) == [expected] * ranks
+    documents = Mask.documents(range(0, t * ranks + 1, t))  # one a rank: no part is added
+    expected = (
+        t * (keys + 2 * OUT + LSE),
+        t * (sums + keys + 4 * KV + 2 * DQ + DELTA),
+    )
+    layout = Layout.contiguous(t * ranks, ranks)
+    assert peaks(fast.ring_attention, layout, documents) == [expected] * ranks
 
 
 @pytest.mark.parametrize(("head_stride", "buffers"), [(1, 2), (2, 1)])

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from event_log import recording
+from sharded import whole
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.fast.transport.messages import Transport
 from canon.testing import process_groups
 
-HALVES = {"reference": reference, "fast": fast}
 B, G, D, DV = 2, 4, 8, 6
 PATTERNS = [
     (dict(head_stride=1), [1, 1, 1, 1], [1, 1, 1, 1]),
@@ -26,9 +26,7 @@ PATTERNS = [
 
 
 def inputs(tokens, dtype=torch.float32):
-    draw = torch.Generator().manual_seed(1)
-    shapes = [(G, D), (G, D), (G, DV), (G, DV)]
-    return [torch.randn(B, tokens, *shape, generator=draw).to(dtype) for shape in shapes]
+    return whole(Mask.causal(tokens), B, G, G, D, DV, dtype)
 
 
 def train(half, layout, tensors, name="strided", **options):
@@ -41,17 +39,14 @@ def train(half, layout, tensors, name="strided", **options):
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def recorded(half, layout, tensors, **options):
-    with recording(half.strided) as log:
-        process_groups.threads(lambda: train(half, layout, tensors, **options), layout.ranks)
+def recorded(half, layout, tensors, name="strided", **options):
+    with recording(getattr(half, name)) as log:
+        process_groups.threads(lambda: train(half, layout, tensors, name, **options), layout.ranks)
     return log
 
 
 def order(events):
     return {str(event): place for place, event in enumerate(events)}
-
-
-# --- the pipeline ---
 
 
 # --- strided attention, recorded ---
@@ -64,8 +59,8 @@ def test_no_kernel_is_launched_before_its_overlapping_messages_have_started(
     name, options, steps, monkeypatch
 ):
     monkeypatch.setattr(Transport, "wait_until_started", lambda _: log.add("started", "message"))
-    layout = Layout.zigzag(12, 3)
     with recording(getattr(fast, name)) as log:
+        layout = Layout.zigzag(12, 3)
         process_groups.threads(lambda: train(fast, layout, inputs(12), name, **options), 3)
     for rank in range(3):
         events = [e for e in log.of(rank) if e.what in ("posted", "started", "computed")]
@@ -137,9 +132,8 @@ def assert_overlap(events, forward, backward):
     assert pending == 0
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_the_ring_schedule_gathers_forward_and_hops_backward(name):
-    half, layout = HALVES[name], Layout.zigzag(12, 3)
+def test_the_ring_schedule_gathers_forward_and_hops_backward(half):
+    layout = Layout.zigzag(12, 3)
     log = recorded(half, layout, inputs(12), head_stride=2, backward_schedule="ring")
     posted = [e for e in log.of(1) if e.what == "posted"]
     assert [e.kind for e in posted[:2]] == ["gather"] * 2
@@ -151,14 +145,7 @@ def test_the_ring_schedule_gathers_forward_and_hops_backward(name):
 
 
 def test_rings_send_before_they_compute_with_the_traffic_of_the_docstring(half):
-    layout, tensors = Layout.zigzag(12, 3), inputs(12, torch.bfloat16)
-
-    def program():
-        q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
-        half.zigzag_attention(q, k, v).backward(layout.shard(tensors[3], dist.get_rank()))
-
-    with recording(half.ring) as log:
-        process_groups.threads(program, 3)
+    log = recorded(half, Layout.zigzag(12, 3), inputs(12, torch.bfloat16), "ring")
     at = order(log.of(2))
     for step in range(2):
         assert at[f"posted hop {step}"] < at[f"computed forward {step}"] < at[f"waited hop {step}"]

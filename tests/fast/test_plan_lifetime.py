@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper import captured, inputs
 from sharded import all_equal
 
 from canon import Mask, fast, reference
@@ -26,10 +27,11 @@ def block(size):
     return torch.empty(size, dtype=torch.uint8)
 
 
-def test_a_device_drops_its_own_least_recently_used_plans():
-    """Meta stands for a GPU."""
+def test_a_device_drops_its_own_least_recently_used_plans(monkeypatch):
+    """Meta stands for a GPU. An eviction there does not look at the plans of the host."""
     on_gpu = lambda: torch.empty(1000, dtype=torch.uint8, device="meta")
     cache = PlanCache(device_limit=3000)
+    monkeypatch.setattr(cache.plans, "items", lambda: pytest.fail("it scans"), raising=False)
     for key in "abc":
         cache.find(key, on_gpu)
         cache.find(f"host {key}", lambda: block(10))
@@ -40,18 +42,6 @@ def test_a_device_drops_its_own_least_recently_used_plans():
     cache.find("e", on_gpu)
     assert set(cache.plans) == {"host a", "host b", "host c", "a", "d", "e"}
     assert cache.held == {"meta": 3000, "cpu": 30 + 6 * plan_cache.ENTRY}
-
-
-def test_an_eviction_on_a_device_does_not_look_at_the_plans_of_the_host(monkeypatch):
-    on_gpu = lambda: torch.empty(1000, dtype=torch.int8, device="meta")
-    cache = PlanCache(device_limit=2500)
-    for number in range(100):
-        cache.find(f"host {number}", lambda: 1)
-    monkeypatch.setattr(cache.plans, "items", lambda: pytest.fail("it scans"), raising=False)
-    for name in "abc":
-        cache.find(name, on_gpu)
-    assert "a" not in cache.plans
-    assert len(cache.plans) == 102
 
 
 def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
@@ -187,12 +177,8 @@ def test_only_other_streams_and_captures_wait_for_a_plan_and_keep_it(monkeypatch
 # --- on GPUs
 
 
-def gpu_inputs(tokens=1024, seed=0):
-    draw = torch.Generator("cuda").manual_seed(seed)
-    return [
-        torch.randn(1, tokens, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
-        for heads in (8, 2, 2, 8)
-    ]
+DOCUMENTS = Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
+tensors = lambda: inputs(DOCUMENTS, h=8, g=2)[:4]
 
 
 def both_passes(q, k, v, dout, mask, **options):
@@ -215,16 +201,9 @@ def fill_memory():
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
 def test_a_captured_graph_replays_both_passes_and_keeps_its_plans(method, deterministic):
-    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
-    both = functools.partial(both_passes, *inputs, mask, backward=method)
+    both = functools.partial(both_passes, *tensors(), DOCUMENTS, backward=method)
     expected = both()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        replayed = both()
+    graph, replayed = captured(both)
     plan_cache.PLANS.clear()
     gc.collect()
     blocks = fill_memory()
@@ -242,13 +221,13 @@ def test_a_captured_graph_replays_both_passes_and_keeps_its_plans(method, determ
 
 @pytest.mark.gpus(1)
 def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
-    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
-    expected = both_passes(*inputs, mask)  # the tables belong to this stream
+    given = tensors()
+    expected = both_passes(*given, DOCUMENTS)  # the tables belong to this stream
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
-        got = both_passes(*inputs, mask)
+        got = both_passes(*given, DOCUMENTS)
     plan_cache.PLANS.clear()
     gc.collect()
     blocks = fill_memory()
@@ -258,11 +237,11 @@ def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
 
 @pytest.mark.gpus(1)
 def test_a_new_mask_during_a_capture_raises():
-    inputs = gpu_inputs()
-    both_passes(*inputs, Mask.causal(1024))
+    given = tensors()
+    both_passes(*given, Mask.causal(1024))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        inputs[0].add_(1)
+        given[0].add_(1)
         with pytest.raises(RuntimeError, match="before the capture"):
-            both_passes(*inputs, Mask.window(1024, 77, 0))
+            both_passes(*given, Mask.window(1024, 77, 0))
     torch.cuda.synchronize()
-    both_passes(*inputs, Mask.causal(1024))
+    both_passes(*given, Mask.causal(1024))

@@ -74,20 +74,20 @@ def train(attend, mask, layout, wanted, tensors):
     return out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout)
 
 
-def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
-    """Train three times, the last time from recordings, and again without them. ``several``: the
-    tensors of the last two times.
+def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, run, *call):
+    """Run ``run(*call, tensors)`` three times, the last time from recordings, and again without
+    them. ``several``: the tensors of the last two times.
     """
 
     def program():
         times = (several[0], *several)  # the second call is recorded
-        replayed = [train(*call, tensors) for tensors in times][-1]
+        replayed = [run(*call, tensors) for tensors in times][-1]
         dist.barrier()  # no other rank looks up a plan
         reasons = {x.reason for x in recorded()}
         dist.barrier()
         prepared.REPLAYED = {}
         dist.barrier()
-        return replayed, train(*call, several[1]), reasons
+        return replayed, run(*call, several[1]), reasons
 
     for replayed, written, reasons in process_groups.threads(program, ranks):
         assert reasons - {prepared.UNSEEN} == {""}  # some steps have nothing to launch
@@ -100,7 +100,7 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, mask, kind, wanted):
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
     assert_a_replay_has_the_bits_of_steps_as_written(
-        RANKS, tensors, FUNCTIONS[function], mask, LAYOUTS[kind], wanted
+        RANKS, tensors, train, FUNCTIONS[function], mask, LAYOUTS[kind], wanted
     )
 
 
@@ -110,7 +110,7 @@ def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, mask
 def test_the_exchanges_of_a_mesh_replay_too(layout):
     tensors = [whole(MASK, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
     attend = lambda *given: fast.ring_attention(*given, group=mesh(2, 2))
-    assert_a_replay_has_the_bits_of_steps_as_written(4, tensors, attend, MASK, layout, "qkv")
+    assert_a_replay_has_the_bits_of_steps_as_written(4, tensors, train, attend, MASK, layout, "qkv")
 
 
 @pytest.mark.sweep
@@ -123,7 +123,7 @@ def test_steps_of_the_hopper_kernels_replay_too(function, mask, layout):
     ]
     with backend("gluon"), simulated_kernels.simulated():
         assert_a_replay_has_the_bits_of_steps_as_written(
-            2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv"
+            2, tensors, train, GLUON_FUNCTIONS[function], mask, layout, "qkv"
         )
 
 
@@ -133,22 +133,12 @@ def test_decoding_in_order_replays_too():
     masks = [Mask.causal(3, LONG), Mask.window(LONG, 200, 0).crop(queries=range(500, 503))]
     seen, ends = Mask.union(*masks), (0, 256, LONG)
 
-    def program():
+    def decode(tensors):
         held = range(*[0, *ends][dist.get_rank() :][:2])
+        q, k, v = tensors[0], *(x[:, held.start : held.stop] for x in tensors[1:3])
         own = [mask.crop(keys=held) for mask in masks]
-        results = []
-        for seed in (1, 1, 2, 2):
-            q, k, v, *_ = inputs(seen, b=2, h=4, g=2, seed=seed)
-            k, v = (x[:, held.start : held.stop] for x in (k, v))
-            if len(results) == 3:
-                dist.barrier()
-                prepared.REPLAYED = {}
-                dist.barrier()
-            options = dict(rank_invariant=True, return_lse=True)
-            results.append(fast.decode_attention(q, k, v, own, **options))
-        return results, {x.reason for x in recorded()}
+        return fast.decode_attention(q, k, v, own, rank_invariant=True, return_lse=True)
 
+    tensors = [inputs(seen, b=2, h=4, g=2, seed=seed) for seed in (1, 2)]
     with backend("gluon"), simulated_kernels.simulated():
-        for (*_, replayed, written), reasons in process_groups.threads(program, len(ends)):
-            assert reasons - {prepared.UNSEEN} == {""}
-            assert all(map(torch.equal, replayed, written))
+        assert_a_replay_has_the_bits_of_steps_as_written(len(ends), tensors, decode)

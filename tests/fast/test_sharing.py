@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper import inputs
 from interpreted_replay import recorded
 from sharded import DEVICE
 
@@ -26,10 +27,10 @@ META = torch.device("meta")
 # ------------------------------------------------------------------ replays
 def tensors_of(seed):
     """Return q, k, v, out and lse: 96 tokens, 4 heads that share 2 of keys."""
-    draw = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(2, 96, h, 16, generator=draw).to(DEVICE, dtype) for h in (4, 2, 2))
-    return q, k, v, torch.full_like(q, torch.nan), torch.empty(2, 4, 96, device=DEVICE), None
+    q, k, v, *_ = inputs(Mask.full(96), 2, 4, 2, 16, 16, dtype, seed)
+    out, lse = local.empty_result(q, v, dtype)
+    return q, k, v, out.fill_(torch.nan), lse, None
 
 
 MASKS = {

@@ -7,6 +7,7 @@ Launches for a Hopper GPU are noted and dropped, where a test names it. The CPU 
 import functools
 from contextlib import nullcontext
 
+import hopper
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,10 +26,9 @@ SMS = 4  # of the GPU: few wait in the fixed order, even in short sequences
 ANY_ORDER, IN_ORDER, TWO_KERNELS = ["fused, any order"], ["fused, ordered"], ["dk, dv", "dq"]
 
 
-def inputs(tokens, h=4, g=4, d=128, dtype=torch.bfloat16):
-    draw = torch.Generator().manual_seed(0)
-    new = lambda heads: torch.randn(1, tokens, heads, d, generator=draw).to(dtype)
-    return [*(new(heads).requires_grad_() for heads in (h, g, g)), new(h)]
+def inputs(tokens, d=128, dtype=torch.bfloat16):
+    *leaves, dout, _ = hopper.inputs(Mask.causal(tokens), 1, 4, 4, d, d, dtype)
+    return [*(x.requires_grad_() for x in leaves), dout]
 
 
 @pytest.fixture

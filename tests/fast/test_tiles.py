@@ -26,37 +26,6 @@ def native(request):
     PLANS.clear()
 
 
-def coverage(mask, rows, columns, small, transposed):
-    """Return how often the spans of a table compute each cell, the cells of full spans, the tiles
-    of each row, the work.
-    """
-    table = host_table(Cells(mask), rows, columns, small, transposed)
-    height, width = (mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)
-    times = np.zeros((height, width), int)
-    full = np.zeros((height, width), bool)
-    owners = np.zeros(height, int)
-    work = []
-    for first, stop, partial, whole, end in table.tiles.tolist():
-        assert 0 < stop - first <= rows
-        owners[first:stop] += 1
-        wide, narrow = (
-            sum(table.spans[a:b, 1].tolist()) for a, b in ((whole, end), (partial, whole))
-        )
-        work.append(wide + narrow * small / columns)
-        for index in range(partial, end):
-            start, count, *band = table.spans[index].tolist()
-            assert count > 0
-            end_column = start + count * (columns if index >= whole else small)
-            cells = slice(first, stop), slice(start, end_column)
-            if index >= whole:
-                assert 0 <= start <= end_column <= width, "a full span reads beyond the tokens"
-                times[cells] += 1
-                full[cells] = True
-            else:
-                times[cells] += cells_of(band, first, stop, start, end_column)[:, : width - start]
-    return table, times, full, owners, work
-
-
 def cells_of(band, first, stop, start, end):
     row_start, row_stop, column_start, column_stop, lo, hi = band
     i, j = np.arange(first, stop)[:, None], np.arange(start, end)
@@ -70,12 +39,39 @@ def cells_of(band, first, stop, start, end):
     )
 
 
-def assert_exact(mask, rows, columns, transposed, small=None):
-    table, times, full, owners, work = coverage(mask, rows, columns, small or columns, transposed)
+def assert_exact(mask, rows, columns, transposed, small=None, boxes=0):
+    """Compute all cells by the spans of a table. Boxes load rows after the end of a tile, too."""
+    small = small or columns
+    table = host_table(Cells(mask), rows, columns, small, transposed, boxes)
     dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
+    height, width = dense.shape
+    times, full = np.zeros((2, height + rows, width + columns), int)
+    owners, work = np.zeros(height, int), []
+    for first, stop, partial, whole, end in table.tiles.tolist():
+        assert 0 < stop - first <= rows
+        owners[first:stop] += 1
+        wide, narrow = (
+            sum(table.spans[a:b, 1].tolist()) for a, b in ((whole, end), (partial, whole))
+        )
+        work.append(wide + narrow * small / columns)
+        last = first + rows if boxes else stop
+        for index in range(partial, end):
+            start, count, *band = table.spans[index].tolist()
+            assert count > 0
+            assert start % (boxes or 1) == 0
+            end_column = start + count * (columns if index >= whole else small)
+            cells = slice(first, last), slice(start, end_column)
+            if index >= whole:
+                assert 0 <= start <= end_column <= width, "a full span reads beyond the tokens"
+                times[cells] += 1
+                full[cells] = 1
+            else:
+                times[cells] += (seen := cells_of(band, first, last, start, end_column))
+                assert not seen[stop - first :].any(), "a cell after the end of its tile"
     assert (owners == 1).all(), "every row belongs to one tile"
-    assert (times == dense).all(), "every visible cell is computed once, and no other cell"
-    assert dense[full].all(), "a full span is visible from end to end"
+    assert (times[:height, :width] == dense).all(), "every visible cell is computed once"
+    assert times.sum() == dense.sum(), "and no other cell"
+    assert dense[full[:height, :width] > 0].all(), "a full span is visible from end to end"
     assert work == sorted(work, reverse=True), "longest first"
     assert sum(work) == table.visits
     whole = host_table(Cells(mask), rows, columns, columns, transposed)
@@ -92,22 +88,7 @@ def test_every_visible_cell_is_covered_once_and_full_spans_are_full(
 
 @given(masks(), SIZES, st.sampled_from([4, 8, 16]), st.booleans(), st.booleans())
 def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, transposed, aligned):
-    boxes = columns if aligned else 4
-    table = host_table(Cells(mask), rows, columns, columns, transposed, boxes)
-    dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
-    height, width = dense.shape
-    times = np.zeros((height + rows, width + columns), int)
-    for first, stop, partial, whole, end in table.tiles.tolist():
-        seen = np.zeros((rows, width + columns), int)
-        for index in range(partial, end):
-            start, count, *band = table.spans[index].tolist()
-            assert start % boxes == 0
-            cells = cells_of(band, first, first + rows, start, start + count * columns)
-            seen[:, start : start + count * columns] += True if index >= whole else cells
-        assert not seen[stop - first :].any()
-        times[first : first + rows] += seen
-    assert (times[:height, :width] == dense).all()
-    assert times.sum() == dense.sum()
+    assert_exact(mask, rows, columns, transposed, boxes=columns if aligned else 4)
 
 
 def test_tiles_start_where_documents_do(native):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hopper import HOPPER_ONLY, hopper
+from hopper import inputs as hopper_inputs
 from invariant_worlds import same_bits
 from sharded import DEVICE, ON_HOPPER
 
@@ -48,12 +49,9 @@ def kernels(kind):
             yield
 
 
-def inputs(kind, n=N, b=1, h=2, g=1, seed=0):
+def inputs(kind, n=N, h=2, seed=0):
     _, d, dtype, _ = KINDS[kind]
-    draw = torch.Generator().manual_seed(seed)
-    return [
-        2 * torch.randn(b, n, heads, d, generator=draw).to(dtype).to(DEVICE) for heads in (h, g, g)
-    ]
+    return [2 * x for x in hopper_inputs(Mask.full(n), 1, h, 1, d, d, dtype, seed)[:3]]
 
 
 def attended(q, k, v, mask, **options):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper import in_order
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded import DEVICE
@@ -16,7 +17,7 @@ from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
 from canon.fast.kernels.triton import rows
 from canon.fast.tables import work_tables as tiles
-from canon.fast.tables.cells import Cells, Places, in_place
+from canon.fast.tables.cells import Cells, Places
 from canon.fast.transport.tile_exchanges import TileCast, TileGather
 
 SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
@@ -48,10 +49,6 @@ def placed(draw):
     transposed = draw(st.booleans())
     (queries, rows), (keys, columns) = (everyone, own) if transposed else (own, everyone)
     return Cells(mask, Places(queries, keys, rows, columns)), transposed
-
-
-def in_order(mask):
-    return Cells(mask, in_place(mask))
 
 
 def dense(cells):

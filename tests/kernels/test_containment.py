@@ -13,8 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cuda_backend import cuda
-from hopper import HOPPER_ONLY, hopper
-from sharded import DEVICE
+from hopper import HOPPER_ONLY, hopper, inputs
 
 from canon import Band, Mask
 from canon.fast import backend, backward, local
@@ -128,11 +127,9 @@ def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str,
         )
 
 
-def normal(mask, d=64, h=1, dtype=torch.bfloat16):
+def normal(mask, d=64, h=1, g=1, dtype=torch.bfloat16):
     """Return q, k, v and dout of a sequence, by name."""
-    draw = torch.Generator().manual_seed(0)
-    sizes = zip(PLANTED, (mask.queries, mask.keys, mask.keys, mask.queries), strict=True)
-    return {name: torch.randn(1, n, h, d, generator=draw).to(dtype).to(DEVICE) for name, n in sizes}
+    return dict(zip(PLANTED, inputs(mask, 1, h, g, d, d, dtype), strict=False))
 
 
 def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
@@ -140,15 +137,10 @@ def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
     group holds no such value.
     """
     plants = [(planted, token) for planted in PLANTED for token in tokens]
-    draw, groups = torch.Generator().manual_seed(0), 1 + len(plants)
     # query heads of a key head; one is enough for wide heads, because the simulator is slow
-    share = 1 if d > 64 else 2
+    groups, share = 1 + len(plants), 1 if d > 64 else 2
     heads = {"q": share, "k": 1, "v": 1, "dout": share}
-    sizes = {"q": mask.queries, "k": mask.keys, "v": mask.keys, "dout": mask.queries}
-    tensors = {
-        x: torch.randn(1, sizes[x], groups * h, d, generator=draw).to(dtype).to(DEVICE)
-        for x, h in heads.items()
-    }
+    tensors = normal(mask, d, groups * share, groups, dtype)
     for group, (planted, token) in enumerate(plants, 2):
         tensors[planted][0, token, group * heads[planted] - 1, 5] = value
     seen, fused = mask.dense(), method == "fused"
@@ -226,7 +218,7 @@ def test_a_fully_masked_query_gets_0_if_its_tile_holds_nan(name):
 @pytest.mark.parametrize("method", ["split", "fused"])
 def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
     mask = Mask.causal(48)
-    tensors = normal(mask, 16, 2, torch.float32)
+    tensors = normal(mask, 16, 2, 2, torch.float32)
     tensors["q"][..., 5], tensors["k"][:, 9, :, 5] = 1, -torch.inf
     with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
         got = attend(tensors, mask, method, "triton")

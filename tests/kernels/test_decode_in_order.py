@@ -2,12 +2,19 @@
 of one rank.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
-from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, growing, hopper, inputs
+from hopper import (
+    FEW,
+    FEW_SHAPES,
+    HOPPER_ONLY,
+    attend_in_order,
+    growing,
+    hopper,
+    inputs,
+    noted,
+)
 from invariant_worlds import decoded, same_bits
 from sharded import DEVICE
 
@@ -19,6 +26,7 @@ from canon.testing import process_groups
 
 pytestmark = HOPPER_ONLY
 N = 700
+NOTED = decode_in_order, "decode_in_order", lambda result: result is not None
 ENDS = {
     "two ranks": (384, N),
     "a short shard first": (128, 640, N),
@@ -31,30 +39,10 @@ def _several_sms(monkeypatch):
     monkeypatch.setattr(launch, "SIMULATED_SMS", 40)
 
 
-def attend(q, k, v, mask, **options):
-    with hopper(), torch.no_grad():
-        return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
-
-
-@contextmanager
-def noted(monkeypatch):
-    """Yield a list to which each rank adds whether its sums gave the result."""
-    found, made = [], decode_in_order.decode_in_order
-
-    def decode(*arguments):
-        result = made(*arguments)
-        found.append(result is not None)
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decode_in_order, "decode_in_order", decode)
-        yield found
-
-
 def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
     """Fail unless all ranks return the bits of `attention`. Return whether sums travelled."""
-    expected = attend(q, k, v, mask, **options)
-    with noted(monkeypatch) as found, hopper():
+    expected = attend_in_order(q, k, v, mask, **options)
+    with noted(monkeypatch, *NOTED) as found, hopper():
         results = decoded(fast, ends, q, k, v, mask, rank_invariant=True, **options)
     assert len(found) == len(ends)
     assert len(set(found)) == 1
@@ -123,7 +111,7 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
     q, k, v, *_ = inputs(Mask.full(2, N), 2, 4, 2, 64, 64)
     k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
     q[..., 0] = 1.0
-    expected = attend(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 384)], 2, N)])
+    expected = attend_in_order(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 384)], 2, N)])
 
     def program():
         held, masks = [
@@ -134,7 +122,7 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
             q, k[:, held], v[:, held], masks, rank_invariant=True, return_lse=True
         )
 
-    with noted(monkeypatch) as found, hopper():
+    with noted(monkeypatch, *NOTED) as found, hopper():
         results = process_groups.threads(program, 2)
     assert found == [growth == 0.0] * 2
     assert all(same_bits(result, expected) for result in results)

@@ -2,11 +2,20 @@
 their tables.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from hopper import FEW, FEW_SHAPES, HOPPER_ONLY, assert_exact, growing, hopper, inputs
+from hopper import (
+    FEW,
+    FEW_SHAPES,
+    HOPPER_ONLY,
+    assert_exact,
+    attend_in_order,
+    growing,
+    hopper,
+    in_order,
+    inputs,
+    noted,
+)
 from invariant_worlds import same_bits
 from sharded import DEVICE, all_equal
 
@@ -14,12 +23,12 @@ from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launch
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
-from canon.fast.tables.cells import Cells, Places, in_place
-from canon.masks.plan_cache import PLANS
+from canon.fast.tables.cells import Cells, Places
 from canon.testing.judge import Attended
 
 pytestmark = HOPPER_ONLY
 N = 700
+NOTED = few_queries_launch, "forward_of_few", lambda counter: bool(counter[1])
 CONFIG = Config(128, 128, 3, stale_maximum=True)
 MASKS = FEW | {
     "64 queries": Mask.causal(64, N),
@@ -37,10 +46,6 @@ MASKS = FEW | {
 }
 
 
-def in_order(mask):
-    return Cells(mask, in_place(mask))
-
-
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """Take the kernels for few queries wherever they are possible; the simulated GPU has several
@@ -50,37 +55,16 @@ def _always(monkeypatch):
     monkeypatch.setattr(launch, "SIMULATED_SMS", 40)
 
 
-@contextmanager
-def noted(monkeypatch):
-    """Yield a list to which each call with these kernels adds whether it was repeated."""
-    found, made = [], few_queries_launch.forward_of_few
-    PLANS.clear()  # a recording of an equal call would replay it
-
-    def forward_of_few(*arguments):
-        counter = made(*arguments)
-        found.append(bool(counter[1]))
-        return counter
-
-    with monkeypatch.context() as patch:
-        patch.setattr(few_queries_launch, "forward_of_few", forward_of_few)
-        yield found
-
-
-def attend(q, k, v, mask, **options):
-    with hopper(), torch.no_grad():
-        return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
-
-
 def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
     """Fail unless the kernels for few queries ran and gave the bits of `forward`. Return whether
     they were repeated.
     """
-    with noted(monkeypatch) as repeated:
-        got = attend(q, k, v, mask, **options)
+    with noted(monkeypatch, *NOTED) as repeated:
+        got = attend_in_order(q, k, v, mask, **options)
     assert repeated
     with monkeypatch.context() as patch:
         patch.setattr(few_queries_launch, "few_queries", lambda *_: None)
-        expected = attend(q, k, v, mask, **options)
+        expected = attend_in_order(q, k, v, mask, **options)
     assert same_bits(got, expected)
     return any(repeated)
 
@@ -93,14 +77,14 @@ def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape
     mask = MASKS[name]
     q, k, v, dout, dlse = inputs(mask, 2, *shape)
     if not mask.bands:
-        with noted(monkeypatch) as repeated:
-            out, lse = attend(q, k, v, mask)
+        with noted(monkeypatch, *NOTED) as repeated:
+            out, lse = attend_in_order(q, k, v, mask)
         assert not repeated
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
         return
     assert not assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
-    assert_exact(Attended(*attend(q, k, v, mask)), q, k, v, dout, dlse, mask)
+    assert_exact(Attended(*attend_in_order(q, k, v, mask)), q, k, v, dout, dlse, mask)
 
 
 @pytest.mark.sweep
@@ -139,7 +123,7 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
     )
     with hopper(), torch.no_grad():
         got = fast.decode_attention(q, k, v, mask, rank_invariant=True, return_lse=True)
-    assert all_equal(got, attend(q, k, v, mask))
+    assert all_equal(got, attend_in_order(q, k, v, mask))
 
 
 # ------------------------------------------------------------------ tables

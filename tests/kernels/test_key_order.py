@@ -7,21 +7,16 @@ import copy
 import pytest
 import torch
 from band_strategies import square_masks
-from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
+from hopper import HOPPER_ONLY, assert_exact, hopper, in_order, inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sharded import ON_HOPPER
 
 from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import masking
-from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.work_tables import host_table
 from canon.route.rank_invariance import transposed
 from canon.testing.judge import Attended
-
-
-def in_order(mask):
-    return Cells(mask, in_place(mask))
 
 
 def visits_of(tiles, spans, columns):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hopper import inputs
 from sharded import DEVICE, all_equal
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +17,7 @@ from canon.fast.tables.cells import Cells
 
 pytestmark = pytest.mark.gpu
 TOKENS = 18
+MASK = Mask.causal(TOKENS)
 APART = 1 << 27  # elements between tokens: the last ones begin behind 2^31
 
 
@@ -36,16 +38,9 @@ def far_apart():
     return placed
 
 
-def draw(heads, width=16, dtype=torch.bfloat16):
-    return (
-        torch.randn(1, TOKENS, heads, width, generator=torch.Generator().manual_seed(heads))
-        .to(dtype)
-        .to(DEVICE)
-    )
-
-
 def test_rows_are_taken_copied_and_cleared_however_far_apart(far_apart):
-    k, v, rows = draw(2), draw(2), torch.arange(TOKENS - 1, -1, -1, device=DEVICE)
+    _, k, v, *_ = inputs(MASK, g=2, d=16, dv=16)
+    rows = torch.arange(TOKENS - 1, -1, -1, device=DEVICE)
     out = far_apart(torch.zeros_like(torch.cat([k, v], -1)))
     take_rows(far_apart(k), v, rows, out)
     assert torch.equal(out, torch.cat([k, v], -1)[:, rows])
@@ -57,16 +52,16 @@ def test_rows_are_taken_copied_and_cleared_however_far_apart(far_apart):
 
 
 def test_both_passes_read_and_write_tokens_that_lie_far_apart(far_apart):
-    mask, tiles = Mask.causal(TOKENS), Config(32, 32, 4, 1)
-    q, k, v, dout = draw(2), draw(1), draw(1), draw(2)
+    tiles = Config(32, 32, 4, 1)
+    q, k, v, dout, _ = inputs(MASK, d=16, dv=16)
     with backend("triton"), forced(forward=tiles, dq=tiles, dkdv=tiles):
-        out, lse = local.attention_forward(q, k, v, mask)
+        out, lse = local.attention_forward(q, k, v, MASK)
         out = out.to(q.dtype)
-        grads = backward.attention_backward(dout, q, k, v, out, lse, mask)
+        grads = backward.attention_backward(dout, q, k, v, out, lse, MASK)
         again = far_apart(torch.zeros_like(dout)), torch.zeros_like(lse)
-        local.forward_into(*map(far_apart, (q, k, v)), Cells(mask), 0.25, *again)
+        local.forward_into(*map(far_apart, (q, k, v)), Cells(MASK), 0.25, *again)
         given = map(far_apart, (dout, q, k, v, out))
-        again += backward.attention_backward(*given, lse, mask)
+        again += backward.attention_backward(*given, lse, MASK)
     assert all_equal(again, (out, lse, *grads))
 
 

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, assert_exact, attend, both_passes, hopper, inputs
+from hopper import HOPPER_ONLY, assert_exact, attend, both_passes, inputs
 from sharded import DEVICE, ON_HOPPER
 
-from canon import Band, Layout, Mask
+from canon import Band, Mask
 from canon.bench import peers
-from canon.fast import backend, local, ring_attention
+from canon.fast import backend
 from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import ALL_SETS, LAST_SETS
-from canon.fast.replay import recordings as prepared
 from canon.fast.tables.cells import Cells
 from canon.testing import simulated_kernels
 
@@ -92,31 +91,6 @@ def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
 
 
 # --- choice of configuration, and errors ---
-
-
-def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
-    monkeypatch.setattr(prepared, "REPLAYED", {})  # a replay does not call the launch functions
-    calls = []
-    run = launch.run
-    monkeypatch.setattr(
-        launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o))
-    )
-    mask = Mask.causal(9)
-    q, k, v, dout, _ = inputs(mask)
-    for x in (q, k, v):
-        x.requires_grad_()
-    for attend_to in (
-        lambda: local.attention(q, k, v, mask),
-        lambda: ring_attention(q, k, v, mask, Layout.contiguous(9, 1)),
-    ):
-        calls.clear()
-        with hopper():
-            out = attend_to()
-        assert calls == ["forward_kernel"]
-        # but not backend("gluon")
-        with nullcontext() if ON_HOPPER else simulated_kernels.simulated():
-            out.backward(dout)
-        assert calls == ["forward_kernel", "dkdv_kernel", "dq_kernel"]
 
 
 PLAIN = Config(128, 64, 2, plain=True)

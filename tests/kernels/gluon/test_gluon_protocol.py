@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from functools import cache, lru_cache
 
+import hopper
 import pytest
 import sampling
 import torch
@@ -58,9 +59,7 @@ def inputs(d: int) -> tuple[torch.Tensor, ...]:
     """Return q, k, v, dout with two key heads for four query heads; dv is 64. Keys grow, so row
     maxima change.
     """
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(4, d), (2, d), (2, 64), (4, 64)]
-    q, k, v, dout = (torch.randn(1, TOKENS, *shape, generator=draw) for shape in shapes)
+    q, k, v, dout, _ = hopper.inputs(MASK, 1, 4, 2, d, 64, torch.float32)
     k *= torch.linspace(0.5, 3, TOKENS)[:, None, None]
     return tuple(x.bfloat16() for x in (q, k, v, dout))
 
