@@ -2,10 +2,10 @@
 has the same bits.
 """
 
-import functools
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -63,12 +63,12 @@ def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
         attend = lambda q, k, v, **given: half.latent_attention(
             q, k[:, :, 0], v[:, :, 0], weight, **given
         )
-    attend = functools.partial(attend, mask=mask, return_lse=True, **given, **options)
+    attend = partial(attend, mask=mask, return_lse=True, **given, **options)
     layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
 
     def program():
         group = {} if heads == 1 else {"group": mesh(layout.ranks // heads, heads)}
-        return on_this_rank(functools.partial(attend, **group), layout, tensors)
+        return on_this_rank(partial(attend, **group), layout, tensors)
 
     return process_groups.threads(program, layout.ranks)
 

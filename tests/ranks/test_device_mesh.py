@@ -2,7 +2,7 @@
 raise on every rank.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def move_on_slices(half, part):
 
 
 def test_every_function_accepts_a_slice_of_a_mesh(half):
-    process_groups.processes(functools.partial(call_on_slices, half), 4)
+    process_groups.processes(partial(call_on_slices, half), 4)
 
 
 def refuse():

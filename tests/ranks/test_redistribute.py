@@ -1,6 +1,6 @@
 """`Layout.redistribute` moves each token to its rank in another layout, and gradients back."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def moved(n, ranks, kinds, dim):
     st.integers(-1, 2),
 )
 def test_tokens_move_to_the_other_layout_and_gradients_back(n, ranks, kinds, dim):
-    assert all(process_groups.threads(functools.partial(moved, n, ranks, kinds, dim), ranks))
+    assert all(process_groups.threads(partial(moved, n, ranks, kinds, dim), ranks))
 
 
 def move_on_processes():
