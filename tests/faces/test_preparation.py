@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from meshes import mesh
-from sharded import on_this_rank, whole
+from sharded import all_equal, on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -103,11 +103,7 @@ def planned(monkeypatch):
 
 
 def same_bits(got, expected):
-    return all(
-        torch.equal(x, y)
-        for a, b in zip(got, expected, strict=True)
-        for x, y in zip(a, b, strict=True)
-    )
+    return all(map(all_equal, got, expected))
 
 
 @pytest.mark.parametrize("case", CASES)
