@@ -82,8 +82,8 @@ def test_a_query_has_its_bits_at_any_row_of_a_tile(half, dtype, width):
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout"),
     [
-        pytest.param(2, "window", "zigzag", marks=HOPPER_ONLY),
-        pytest.param(3, "documents", "dispatch", marks=HOPPER_ONLY),
+        pytest.param(*case, marks=HOPPER_ONLY)
+        for case in ((2, "window", "zigzag"), (3, "documents", "dispatch"))
     ],
 )
 @pytest.mark.interpreted
