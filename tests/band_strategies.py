@@ -56,12 +56,12 @@ def planned(draw, n, ranks):
 
 
 @st.composite
-def layouts(draw, n=None):
+def layouts(draw, n=None, ranks=None):
     """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks
     that divides.
     """
     n = draw(st.integers(0, 23)) if n is None else n
-    ranks = draw(st.integers(1, 7))
+    ranks = draw(st.integers(1, 7)) if ranks is None else ranks
     kind = draw(st.sampled_from([*KINDS, "planned"]))
     return draw(planned(n, ranks)) if kind == "planned" else KINDS[kind](n, ranks)
 

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+from collections import defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
@@ -271,6 +272,23 @@ def write_module(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     return write_module
+
+
+@pytest.fixture
+def verdicts_of(run, write_module):
+    """Return ``verdicts_of(text, lines, options)``: check a module whose other lines are "pass".
+    Return one verdict of each function with cases, and the output.
+    """
+
+    def verdicts_of(text, lines, options):
+        write_module("planted", text.format_map(defaultdict(lambda: "pass", lines)))
+        status, printed, record = run(f"planted {options}")
+        found = {x["case"].split("/")[0]: x["verdict"] for x in record["results"]}
+        assert status == ({*found.values()} != {"agrees"}), printed.out
+        assert "the reference itself" not in printed.out
+        return found, printed.out
+
+    return verdicts_of
 
 
 @pytest.fixture(scope="module")

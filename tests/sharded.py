@@ -1,6 +1,6 @@
 """Inputs, sharded attention and the judge's verdict for tests of distributed attention."""
 
-import functools
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,7 @@ def attending(half, call, mask, layout, **options):
     """Return a call of CALLS that takes q, k and v alone and returns out and lse."""
     name, of_call = CALLS[call]
     given = {} if name in OWN_LAYOUTS else {"layout": layout}
-    return functools.partial(
-        getattr(half, name), mask=mask, return_lse=True, **given, **of_call, **options
-    )
+    return partial(getattr(half, name), mask=mask, return_lse=True, **given, **of_call, **options)
 
 
 def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):

@@ -1,9 +1,8 @@
-"""A schedule of its own in one file: all keys are gathered, and each rank attends with some of its
-queries at a time.
+"""A schedule of its own in one file: each rank attends to the keys of all ranks, in ascending or in
+descending order.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ def toy_attention(algorithm: Algorithm):
         mask: Mask | Sequence[Mask] | None = None,
         layout: Layout | None = None,
         *,
-        cuts: int = 1,
+        descending: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
         group: Group = None,
@@ -43,11 +42,9 @@ def toy_attention(algorithm: Algorithm):
         return_max_logits: bool = False,
         backward: str = "auto",
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return attention of this rank's queries over the keys of all ranks, in ``cuts`` pieces of
-        queries.
-        """
+        """Return attention of this rank's queries over the keys of all ranks."""
         options = {
-            "cuts": cuts,
+            "descending": descending,
             "scale": scale,
             "softcap": softcap,
             "return_max_logits": return_max_logits,
@@ -58,6 +55,14 @@ def toy_attention(algorithm: Algorithm):
     return algorithm.bind(toy_attention)
 
 
+def order_of(call):
+    return sorted(range(call.ranks), reverse=call.options["descending"])
+
+
+def mask_of(call):
+    return call.layout.local_mask(call.mask, call.rank, order_of(call))
+
+
 def gathered(x, call):
     if call.ranks == 1:
         return x
@@ -65,42 +70,22 @@ def gathered(x, call):
         x.new_empty(x.shape[0], call.layout.size(rank), *x.shape[2:]) for rank in range(call.ranks)
     ]
     dist.all_gather(parts, x.contiguous(), group=call.group)
-    return torch.cat(parts, 1)
-
-
-def pieces(call):
-    """Return (queries, mask) of each cut."""
-    whole = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
-    edges = [
-        place * whole.queries // call.options["cuts"] for place in range(call.options["cuts"] + 1)
-    ]
-    return [(slice(a, b), whole.crop(queries=range(a, b))) for a, b in pairwise(edges)]
+    return torch.cat([parts[rank] for rank in order_of(call)], 1)
 
 
 def passes(forward, differentiate):
     """Return both passes, from those of one rank."""
 
     def toy_forward(call, q, k, v, max_logits=None):
-        keys = gathered(k, call), gathered(v, call)
-        parts = [forward(q[:, rows], *keys, mask, call, max_logits) for rows, mask in pieces(call)]
-        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+        return forward(q, gathered(k, call), gathered(v, call), mask_of(call), call, max_logits)
 
     def toy_backward(call, needs_grad, dout, dlse, q, k, v, out, lse):
-        keys = gathered(k, call), gathered(v, call)
-        dqs, sums = [], []
-        for rows, mask in pieces(call):
-            of_rows = [None if x is None else x[:, :, rows].contiguous() for x in (lse, dlse)]
-            dq, *own = differentiate(
-                dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call
-            )
-            dqs.append(dq)
-            sums.append(own)
-        total = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
-        start = sum(call.layout.size(rank) for rank in range(call.rank))
-        mine = slice(start, start + call.layout.size(call.rank))
+        keys, order = (gathered(k, call), gathered(v, call)), order_of(call)
+        dq, *sums = differentiate(dout, q, *keys, out, lse, dlse, mask_of(call), call)
         if call.ranks > 1:
-            [dist.all_reduce(x, group=call.group) for x in total]
-        return torch.cat(dqs, 1), *(x[:, mine] for x in total)
+            [dist.all_reduce(x, group=call.group) for x in sums]
+        sizes = [call.layout.size(rank) for rank in order]
+        return dq, *(x.split(sizes, 1)[order.index(call.rank)] for x in sums)
 
     return toy_forward, toy_backward
 
@@ -125,14 +110,12 @@ QUICK = passes(
     ),
 )
 SIDES = {
-    reference: Algorithm(
-        REFERENCE, TOY, *READ, parts=lambda call, backward: [mask for _, mask in pieces(call)]
-    ),
+    reference: Algorithm(REFERENCE, TOY, *READ, parts=lambda call, backward: [mask_of(call)]),
     fast: Algorithm(
         FAST,
         TOY,
         *QUICK,
-        parts=lambda call, backward: [Part(mask, call.shapes[1][2]) for _, mask in pieces(call)],
+        parts=lambda call, backward: [Part(mask_of(call), call.shapes[1][2])],
     ),
 }
 TOYS = {half: toy_attention(algorithm) for half, algorithm in SIDES.items()}

@@ -2,8 +2,6 @@
 plans.
 """
 
-from collections import defaultdict
-
 import pytest
 
 SINKS = """
@@ -44,18 +42,14 @@ WRONG_SINKS = {  # fault: (case, message, wrong line)
 
 
 @pytest.mark.parametrize("fault", WRONG_SINKS)
-def test_wrong_sinks_disagree(fault, run, write_module):
+def test_wrong_sinks_disagree(fault, verdicts_of):
     function, message, change = WRONG_SINKS[fault]
-    write_module("sinking", SINKS.format_map(defaultdict(lambda: "pass", change)))
-    status, printed, record = run("sinking --tokens 200 --only 'attention*documents*sink'")
-    assert status == 1
-    found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
-    assert found == {
-        name: "disagrees" if name == function else "agrees"
-        for name in ("attention", "ring_attention")
-    }, "zigzag_attention has no parameter sink, so no case"
-    assert message in printed.out
-    assert "the reference itself" not in printed.out
+    found, printed = verdicts_of(SINKS, change, "--tokens 200 --only 'attention*documents*sink'")
+    names = ("attention", "ring_attention")
+    assert found == {name: "disagrees" if name == function else "agrees" for name in names}, (
+        "zigzag_attention has no parameter sink, so no case"
+    )
+    assert message in printed
 
 
 MESHES = """
@@ -80,12 +74,8 @@ WRONG_MESHES = {
 
 @pytest.mark.filterwarnings("ignore:ring_attention. tensors of 183 tokens on .* were divided here")
 @pytest.mark.parametrize("line", WRONG_MESHES)
-def test_a_fault_over_a_mesh_disagrees_and_functions_without_a_group_get_none(
-    line, run, write_module
-):
-    write_module("meshing", MESHES.format(line=line))
-    _, _, record = run("meshing --tokens 200 --only '*columns'")
-    found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
+def test_a_fault_over_a_mesh_disagrees_and_functions_without_a_group_get_none(line, verdicts_of):
+    found, _ = verdicts_of(MESHES, {"line": line}, "--tokens 200 --only '*columns'")
     assert found == {"ring_attention": WRONG_MESHES[line]}
 
 
@@ -155,11 +145,9 @@ WRONG_GENERATION = {  # fault: (case, message, wrong line)
 
 
 @pytest.mark.parametrize("fault", WRONG_GENERATION)
-def test_wrong_decoding_masks_and_plans_disagree(fault, run, write_module):
+def test_wrong_decoding_masks_and_plans_disagree(fault, verdicts_of):
     only, message, change = WRONG_GENERATION[fault]
-    for name, lines, expected in (("right", {}, 0), ("wrong", change, 1)):
-        write_module(name, GENERATION.format_map(defaultdict(lambda: "pass", lines)))
-        status, printed, _ = run(name, "--tokens", 200, "--only", only)
-        assert status == expected, printed.out
-    assert message in printed.out
-    assert "the reference itself" not in printed.out
+    for lines in ({}, change):
+        found, printed = verdicts_of(GENERATION, lines, f"--tokens 200 --only '{only}'")
+        assert ({*found.values()} == {"agrees"}) == (lines == {})
+    assert message in printed

@@ -4,8 +4,8 @@ so is a disagreement.
 `test_mask_arguments` has the constructors of masks and layouts.
 """
 
-import functools
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -397,7 +397,7 @@ def test_a_disagreement_of_the_ranks_is_named(half):
         (process_groups.threads, functions),
         (process_groups.processes, "ring_attention magi_attention"),
     ):
-        program = functools.partial(disagreements, half, some.split())
+        program = partial(disagreements, half, some.split())
         assert run(program, RANKS) == [[]] * RANKS
 
 

@@ -2,7 +2,7 @@
 ranks.
 """
 
-import functools
+from functools import partial
 
 import invariant_worlds
 import pytest
@@ -25,7 +25,7 @@ def inputs(dtype=torch.float32, b=1):
     return [x.to(DEVICE) for x in tensors[:3]]
 
 
-decoded = functools.partial(invariant_worlds.decoded, rank_invariant=True)
+decoded = partial(invariant_worlds.decoded, rank_invariant=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,8 @@
 in rank order.
 """
 
-import functools
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +17,7 @@ from canon.fast import schedule
 from canon.reference import magi
 from canon.testing import process_groups
 
-whole = functools.partial(sharded.whole, h=2, g=1)
+whole = partial(sharded.whole, h=2, g=1)
 
 
 def planned(half, mask, ranks, chunk):
@@ -28,9 +28,7 @@ def planned(half, mask, ranks, chunk):
 
 
 def attending(half, mask, layout, **options):
-    return functools.partial(
-        half.magi_attention, mask=mask, layout=layout, return_lse=True, **options
-    )
+    return partial(half.magi_attention, mask=mask, layout=layout, return_lse=True, **options)
 
 
 kept_or_sent_again = pytest.mark.parametrize("keep_kv", [False, True])

@@ -2,16 +2,16 @@
 has the same bits.
 """
 
-import functools
 import pickle
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from meshes import mesh
-from sharded import on_this_rank, whole
+from sharded import all_equal, on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -63,12 +63,12 @@ def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
         attend = lambda q, k, v, **given: half.latent_attention(
             q, k[:, :, 0], v[:, :, 0], weight, **given
         )
-    attend = functools.partial(attend, mask=mask, return_lse=True, **given, **options)
+    attend = partial(attend, mask=mask, return_lse=True, **given, **options)
     layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
 
     def program():
         group = {} if heads == 1 else {"group": mesh(layout.ranks // heads, heads)}
-        return on_this_rank(functools.partial(attend, **group), layout, tensors)
+        return on_this_rank(partial(attend, **group), layout, tensors)
 
     return process_groups.threads(program, layout.ranks)
 
@@ -103,11 +103,7 @@ def planned(monkeypatch):
 
 
 def same_bits(got, expected):
-    return all(
-        torch.equal(x, y)
-        for a, b in zip(got, expected, strict=True)
-        for x, y in zip(a, b, strict=True)
-    )
+    return all(map(all_equal, got, expected))
 
 
 @pytest.mark.parametrize("case", CASES)

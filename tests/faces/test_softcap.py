@@ -2,7 +2,7 @@
 and the kernels for Hopper.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def passes(attend, q, k, v, dout, dlse):
 def test_a_replayed_pass_belongs_to_one_softcap():
     mask, runs = Mask.documents([0, 20, 60]), {}
     run = lambda half, softcap: passes(
-        functools.partial(half.attention, mask=mask, softcap=softcap, return_lse=True), *whole(mask)
+        partial(half.attention, mask=mask, softcap=softcap, return_lse=True), *whole(mask)
     )
     for softcap in (1.0, 2.0, None) * 2:
         runs.setdefault(softcap, []).append(run(fast, softcap))
@@ -54,7 +54,7 @@ def test_the_hopper_kernels_agree(d, method, invariant, softcap):
         return_lse=True,
     )
     with fast.backend("gluon"), simulated():
-        got = passes(functools.partial(fast.attention, mask=mask, **options), q, k, v, dout, dlse)
+        got = passes(partial(fast.attention, mask=mask, **options), q, k, v, dout, dlse)
     given = q, k, v, dout, mask, CappedScale(2 * d**-0.5, softcap), dlse
     verdict = agreement(Attended(*got), oracle(*given), orders(*given))
     assert verdict.agrees, str(verdict)

@@ -23,11 +23,11 @@ def tensors():
     return [x.double() for x in whole(MASK)]
 
 
-@pytest.mark.parametrize("cuts", [1, 3])
-def test_it_computes_attention_and_its_gradients(half, cuts):
+@pytest.mark.parametrize("descending", [False, True])
+def test_it_computes_attention_and_its_gradients(half, descending):
     def program():
         mine = [LAYOUT.shard(x, dist.get_rank()).requires_grad_() for x in tensors()[:3]]
-        out = TOYS[half](*mine, MASK, LAYOUT, cuts=cuts)
+        out = TOYS[half](*mine, MASK, LAYOUT, descending=descending)
         return out.detach(), *torch.autograd.grad(out.square().sum(), mine)
 
     full = [x.requires_grad_() for x in tensors()[:3]]
@@ -40,14 +40,14 @@ def test_it_computes_attention_and_its_gradients(half, cuts):
 def test_ranks_that_disagree_about_its_option_are_told_so(half):
     def program():
         mine = [LAYOUT.shard(x, dist.get_rank()) for x in tensors()[:3]]
-        with pytest.raises(ValueError, match="cuts: rank 0: 1; rank 1: 2"):
-            TOYS[half](*mine, MASK, LAYOUT, cuts=1 + dist.get_rank())
+        with pytest.raises(ValueError, match="descending: rank 0: False; rank 1: True"):
+            TOYS[half](*mine, MASK, LAYOUT, descending=dist.get_rank() > 0)
 
     process_groups.threads(program, 2)
 
 
 def test_an_unknown_option_and_a_wrong_shape_raise(half):
-    with pytest.raises(TypeError, match="no option casts: expected cuts, scale"):
+    with pytest.raises(TypeError, match="no option casts: expected descending, scale"):
         half.prepare("toy_attention", MASK, LAYOUT, rank=0, **SIZES, casts=1)
     q, k, v = tensors()[:3]
     with pytest.raises(ValueError, match="query heads"):
@@ -55,8 +55,8 @@ def test_an_unknown_option_and_a_wrong_shape_raise(half):
 
 
 def test_its_operator_takes_its_options_and_compiles(half):
-    assert TOY.schema.startswith("int cuts, float? scale")
-    attend = partial(TOYS[half], mask=MASK, cuts=2)
+    assert TOY.schema.startswith("bool descending, float? scale")
+    attend = partial(TOYS[half], mask=MASK, descending=True)
     run = torch.compile(attend, backend="aot_eager", fullgraph=True)
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     expected = attend(q, k, v)
@@ -67,19 +67,19 @@ def test_its_operator_takes_its_options_and_compiles(half):
 
 def test_its_plans_are_prepared(half):
     q, k, v = tensors()[:3]
-    expected = TOYS[half](q, k, v, MASK, cuts=2)
+    expected = TOYS[half](q, k, v, MASK, descending=True)
     PLANS.clear()
     plans = half.prepare(
-        "toy_attention", MASK, Layout.contiguous(24, 1), dtype=q.dtype, **SIZES, cuts=2
+        "toy_attention", MASK, Layout.contiguous(24, 1), dtype=q.dtype, **SIZES, descending=True
     )
     assert {type(key[0]).__name__ for key, _ in plans.plans} == {"function"}
     PLANS.clear()
     plans.load()
-    assert torch.equal(TOYS[half](q, k, v, plans.mask, plans.layout, cuts=2), expected)
+    assert torch.equal(TOYS[half](q, k, v, plans.mask, plans.layout, descending=True), expected)
 
 
 def test_its_launches_are_replayed(replays):
     q, k, v = (x.float() for x in tensors()[:3])
-    first, second = (TOYS[fast](q, k, v, MASK, cuts=2) for _ in range(2))
+    first, second = (TOYS[fast](q, k, v, MASK, descending=True) for _ in range(2))
     assert torch.equal(first, second)
     assert {*replays()} == {""}

@@ -2,7 +2,6 @@
 one process.
 """
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,19 @@ import torch
 from programs import losses_of, on_forked_ranks
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
+import fsdp2_context_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "notebooks" / "fsdp2_context_parallel.py"
 
 
-def losses_of_one_process(script, steps, rows):
+def losses_of_one_process(steps, rows):
     """Train on the packs of all rows with eager attention, without Canon and FSDP2."""
-    model, losses = script.llama("eager"), []
+    model, losses = fsdp2_context_parallel.llama("eager"), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         total, valid = 0.0, 0
-        for ids, ends in (script.pack(step, row) for row in range(rows)):
+        for ids, ends in (fsdp2_context_parallel.pack(step, row) for row in range(rows)):
             positions = torch.cat([torch.arange(length) for length in ends.diff()])[None]
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
             last = torch.zeros(ids.shape[1], dtype=torch.bool)
@@ -36,10 +36,8 @@ def losses_of_one_process(script, steps, rows):
     return losses
 
 
-def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    script = importlib.import_module(SCRIPT.stem)
-    expected = losses_of_one_process(script, steps=4, rows=2)
+def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process():
+    expected = losses_of_one_process(steps=4, rows=2)
     found = losses_of(on_forked_ranks(SCRIPT, 4, "--context", "2", "--steps", "4"))
     assert found[0] == pytest.approx(expected[0], abs=1e-4)  # printed with 4 decimals
     # Adam may turn a rounding into a step of the learning rate

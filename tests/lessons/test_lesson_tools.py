@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from event_log import recording
-from ring_hops import Part, merged_dtypes, require_parts
+from ring_hops import Part, require_parts
 from tile_claims import claims_of
 
 from canon import Layout, Mask, reference
@@ -120,12 +120,3 @@ def test_a_timeline_hatches_each_rank_to_the_end_of_the_step():
     hatched = [(perfect * x.get_x(), perfect * x.get_width()) for x in ax.patches if x.get_hatch()]
     assert hatched == [pytest.approx(span) for span in 3 * [(0, 2)] + 3 * [(2, 3)]]
     assert ax.get_title(loc="left") == "ring: 53 % busy"  # of 5 cells of time
-
-
-def test_recordings_take_arguments_by_name():
-    x, mask, ring = torch.ones(1, 2, 1, 4), Mask.full(2), reference.ring
-    with recording(ring) as log, merged_dtypes(ring) as dtypes:
-        out, lse = ring.tiled_forward(x, x, x, mask=mask, scale=1.0, out_dtype=torch.float32)
-        ring.merged(out, lse, other_out=out, other_lse=lse)
-    assert [str(event) for event in log.events] == ["computed forward 0"]
-    assert dtypes == {torch.float32}

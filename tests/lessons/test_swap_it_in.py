@@ -4,7 +4,6 @@ faults show.
 """
 
 import dataclasses
-import importlib
 import json
 import re
 from functools import partial
@@ -12,6 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import swap_it_in
+import swapping
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,11 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 
 
-@pytest.fixture(scope="module")
-def swapping():
-    return importlib.import_module("swapping")
-
-
 # four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
 ROUNDING = 1e-9
 
@@ -42,7 +38,6 @@ ROUNDING = 1e-9
 
 def new_trainer(run):
     """Return a trainer whose weights FSDP2 divides. In fixed order every rank holds all weights."""
-    swap_it_in = importlib.import_module("swap_it_in")
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     with mock.patch.object(swap_it_in, "DistributedDataParallel", partial(fully_shard, mesh=mesh)):
         trainer = swap_it_in.Trainer(run)
@@ -91,7 +86,7 @@ def resume(run, folder, forgotten=""):
     return trained(trainer, 2, 3)
 
 
-def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
+def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path):
     usual = swapping.Run("magi", tokens=256, layers=1, width=64, dtype="float64")
     # float32
     fixed = swapping.Run("magi", layers=1, width=64, rank_invariant=True, fixed_order=True)
@@ -130,6 +125,6 @@ def test_it_runs_alone_with_the_variables_of_torchrun_and_writes_a_record(tmp_pa
         ("magi", dict(rank_invariant=True, fixed_order=True, tokens=200), "multiples of 128"),
     ],
 )
-def test_options_that_contradict_each_other_raise(swapping, function, options, message):
+def test_options_that_contradict_each_other_raise(function, options, message):
     with pytest.raises(ValueError, match=message):
         swapping.Run(function, **options)

@@ -2,12 +2,11 @@
 ranks.
 """
 
-import importlib
 import re
 from pathlib import Path
 
-import pytest
 import torch
+import tree_training
 from programs import on_forked_ranks
 
 SCRIPT = Path(__file__).parents[2] / "notebooks" / "tree_training.py"
@@ -17,45 +16,15 @@ SMALL = dict(
 ROUNDING = 1e-10  # float64; a fault is above 1e-3
 
 
-@pytest.fixture(scope="module")
-def training():
-    return importlib.import_module("tree_training")
-
-
-def faulty(training, fault):
-    """Return `as_tree` with a fault."""
-
-    def as_tree(sequences, weights):
-        tree = training.canon.trees.pack(sequences)
-        packed = right(sequences, weights)
-        rows = torch.cat(tree.unpack(torch.arange(len(tree.token_ids))))
-        if fault == "positions in the pack":
-            return packed._replace(positions=torch.arange(len(packed.ids)))
-        if fault == "a causal mask":
-            return packed._replace(mask=training.Mask.causal(len(packed.ids)))
-        return packed._replace(
-            weights=torch.zeros_like(packed.weights).index_copy_(0, rows, torch.cat([*weights]))
-        )
-
-    right = training.as_tree
-    return as_tree
-
-
-@pytest.mark.parametrize(
-    "fault", ["positions in the pack", "a causal mask", "the weight of one sequence"]
-)
-def test_a_fault_of_the_tree_shows_in_the_gradients(training, monkeypatch, fault):
-    monkeypatch.setitem(training.WAYS, "tree", faulty(training, fault))
-    run = training.Run(**SMALL | dict(steps=1))
-    monkeypatch.setattr(
-        training, "rewards_of", lambda answers: torch.arange(4.0, dtype=torch.float64)[None]
-    )
+def test_answers_that_share_tokens_have_the_gradients_of_separate_sequences(monkeypatch):
+    """Their rewards differ, so a label of the tree needs the weights of all its sequences."""
+    rewards, prompt = torch.arange(4.0, dtype=torch.float64)[None], torch.arange(20).expand(4, -1)
     answers = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 9, 4, 5], [1, 2, 3, 4, 6], [7, 2, 3, 4, 5]])
-    prompt = torch.arange(20).expand(4, -1)
-    monkeypatch.setattr(
-        training.Trainer, "sampled", lambda self, step: torch.cat([prompt, answers], 1)[None]
-    )
-    assert max(training.train(run)["difference"]) > 1e-3
+    sequences = torch.cat([prompt, answers], 1)[None]
+    monkeypatch.setattr(tree_training, "rewards_of", lambda answers: rewards)
+    monkeypatch.setattr(tree_training.Trainer, "sampled", lambda self, step: sequences)
+    run = tree_training.Run(**SMALL | dict(steps=1))
+    assert max(tree_training.train(run)["difference"]) < ROUNDING
 
 
 def test_it_runs_with_the_variables_of_torchrun_and_prints_one_table():

@@ -2,7 +2,8 @@
 raise on every rank.
 """
 
-import functools
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -56,55 +57,40 @@ def move_on_slices(half, part):
 
 
 def test_every_function_accepts_a_slice_of_a_mesh(half):
-    process_groups.processes(functools.partial(call_on_slices, half), 4)
+    process_groups.processes(partial(call_on_slices, half), 4)
 
 
 def refuse():
-    """Call with wrong groups and tensors on every rank. Return the errors."""
-    mesh = two_by_two()
+    mesh, rank = two_by_two(), dist.get_rank()
     nameless, half_of_ranks = dist.init_device_mesh("cpu", (2, 2)), dist.DeviceMesh("cpu", [0, 1])
     q, k, v = (x[:, :4] for x in whole(MASK)[:3])
-    part, layout, errors = mesh["cp"], Layout.contiguous(8, 2), {}
+    part, layout = mesh["cp"], Layout.contiguous(8, 2)
     of_mesh = lambda x: DTensor.from_local(x, part, [Replicate()])
-    calls = {
-        "two dimensions": lambda: reference.ring_attention(q, k, v, group=mesh),
-        "two dimensions, unshard": lambda: layout.unshard(q, mesh),
-        "without names": lambda: reference.strided_attention(
-            q, k, v, group=nameless, head_stride=1
+    strided = partial(fast.strided_attention, head_stride=1)
+    one = "dimensions 'dp', 'cp', expected one.*for example mesh.\"cp\""
+    plain = "plain tensor, got DTensor: pass x.to_local"
+    for call, message in (
+        (lambda: reference.ring_attention(q, k, v, group=mesh), one),
+        (lambda: layout.unshard(q, mesh), one),
+        (lambda: strided(q, k, v, group=nameless), "give mesh_dim_names to init_device_mesh"),
+        (lambda: strided(q, of_mesh(k), v, group=part), "^k is a DTensor: pass k.to_local"),
+        (
+            lambda: reference.magi_attention(q, k, of_mesh(v) if rank % 2 else v, group=part),
+            "v is a DTensor: pass v.to_local",
         ),
-        "a DTensor": lambda: fast.strided_attention(q, of_mesh(k), v, group=part, head_stride=1),
-        "a DTensor on one rank": lambda: reference.magi_attention(
-            q, k, of_mesh(v) if dist.get_rank() % 2 else v, group=part
-        ),
-        "a member": lambda: layout.unshard(q, half_of_ranks),
-        "a shard": lambda: layout.shard(of_mesh(q), 0),
-        "a shard to gather": lambda: layout.unshard(of_mesh(q), part),
-        "a batch": lambda: layout.shard_batch({"input_ids": of_mesh(q)}, 0),
-    }
-    for name, call in calls.items():
-        try:
+        (lambda: layout.shard(of_mesh(q), 0), plain),
+        (lambda: layout.unshard(of_mesh(q), part), plain),
+        (lambda: layout.shard_batch({"input_ids": of_mesh(q)}, 0), "'input_ids' must be a plain"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
             call()
-        except (TypeError, ValueError) as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-    return errors
+    outside = f"unshard: rank {rank} is not a member of the mesh: call it on the members only"
+    with nullcontext() if rank < 2 else pytest.raises(ValueError, match=outside):
+        layout.unshard(q, half_of_ranks)
 
 
 def test_other_meshes_and_dtensors_raise_on_every_rank_with_a_remedy():
-    for rank, errors in enumerate(process_groups.processes(refuse, 4)):
-        for name in ("two dimensions", "two dimensions, unshard"):
-            assert "group is a DeviceMesh with dimensions 'dp', 'cp', expected one" in errors[name]
-            assert 'for example mesh["cp"]' in errors[name]
-        assert "give mesh_dim_names to init_device_mesh" in errors["without names"]
-        assert errors["a DTensor"].startswith("TypeError: k is a DTensor: pass k.to_local()")
-        assert "v is a DTensor: pass v.to_local()" in errors["a DTensor on one rank"]
-        for name in ("a shard", "a shard to gather"):
-            assert "plain tensor, got DTensor: pass x.to_local()" in errors[name]
-        assert "entry 'input_ids' must be a plain tensor" in errors["a batch"]
-        outside = (
-            f"ValueError: unshard: rank {rank} is not a member of the mesh: call it on the "
-            "members only"
-        )
-        assert errors.get("a member", "") == ("" if rank < 2 else outside)
+    process_groups.processes(refuse, 4)
 
 
 def test_a_process_of_torchrun_without_a_group_warns_once(monkeypatch):

@@ -2,13 +2,13 @@
 waits for lost messages.
 """
 
-import functools
 import logging
 import os
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_an_exception_that_one_rank_survives_raises_on_every_rank(
 ):
     expected = f"rank 1 raised {error.__name__} in {function} ({where}): out of memory"
     found = process_groups.processes(
-        functools.partial(survive_an_exception, half, function, where, when, error), 2
+        partial(survive_an_exception, half, function, where, when, error), 2
     )
     for errors, _, seconds in found:
         assert all(expected in error for error in errors)
@@ -164,4 +164,4 @@ def use_an_ended_group(half):
 
 
 def test_a_call_on_an_ended_group_raises_one_sentence(half):
-    process_groups.processes(functools.partial(use_an_ended_group, half), 2)
+    process_groups.processes(partial(use_an_ended_group, half), 2)

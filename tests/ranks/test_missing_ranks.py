@@ -2,12 +2,12 @@
 raise it again.
 """
 
-import functools
 import os
 import signal
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def rank_main(rank, folder, run):
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
     )
-    (Path(folder) / f"started{rank}").touch()
+    start = time.monotonic()
     try:
         run()
         tell("finished")
@@ -91,7 +91,7 @@ def rank_main(rank, folder, run):
             reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
         except RuntimeError as second:
             again = str(second)
-        tell(f"{error}\n---\n{again}")
+        tell(f"{error}\n---\n{again}\n---\n{time.monotonic() - start}")
         time.sleep(4)  # the others must detect the failure themselves, not from closed connections
     except ValueError:
         tell(traceback.format_exc())
@@ -99,30 +99,21 @@ def rank_main(rank, folder, run):
 
 
 def survivors(run, folder):
-    """Return the reports of the other ranks, and the seconds since all ranks have started."""
+    """Return the first and the second error of the other ranks, and their seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     children = [
         context.Process(target=rank_main, args=(rank, str(folder), run), daemon=True)
         for rank in range(RANKS)
     ]
-    others = [rank for rank in range(RANKS) if rank != LOST]
+    reports = [folder / f"rank{rank}" for rank in range(RANKS) if rank != LOST]
     try:
         for child in children:
             child.start()
-        limit = time.monotonic() + 120
-        while (
-            not all((folder / f"started{rank}").exists() for rank in range(RANKS))
-            and time.monotonic() < limit
-        ):
+        limit = time.monotonic() + 210
+        while not all(report.exists() for report in reports) and time.monotonic() < limit:
             time.sleep(0.05)
-        start = time.monotonic()
-        while (
-            not all((folder / f"rank{rank}").exists() for rank in others)
-            and time.monotonic() < start + 90
-        ):
-            time.sleep(0.05)
-        return [(folder / f"rank{rank}").read_text() for rank in others], time.monotonic() - start
+        return [report.read_text().split("\n---\n") for report in reports]
     finally:
         for child in children:
             child.kill()
@@ -145,13 +136,12 @@ def survivors(run, folder):
     ],
 )
 def test_a_missing_rank_is_named(how, half, function, where, title, tmp_path):
-    reports, seconds = survivors(functools.partial(program, half, function, where, how), tmp_path)
-    for text in reports:
-        error, again = text.split("\n---\n")
+    run = partial(program, half, function, where, how)
+    for error, again, seconds in survivors(run, tmp_path):
         assert error.startswith(f"{title}, call")
         assert "rank 1 is missing" in error
         assert again == error, "a later call of the group raises the same error"
-    assert seconds < TIMEOUT + 30
+        assert float(seconds) < TIMEOUT + 30
 
 
 class Aborted:
@@ -184,9 +174,7 @@ def end_while_messages_are_in_flight():
 
 
 def test_messages_in_flight_are_aborted_if_a_rank_ends(tmp_path):
-    reports, _ = survivors(end_while_messages_are_in_flight, tmp_path)
-    for text in reports:
-        error, again = text.split("\n---\n")
+    for error, again, _ in survivors(end_while_messages_are_in_flight, tmp_path):
         assert "rank 1 is missing: its process has ended" in error
         assert "make a new process group" in error
         assert again == error

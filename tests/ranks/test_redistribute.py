@@ -1,38 +1,26 @@
 """`Layout.redistribute` moves each token to its rank in another layout, and gradients back."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from band_strategies import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon import Layout, Mask, reference
+from canon import Layout
 from canon.testing import process_groups
 
-KINDS = {
-    "contiguous": Layout.contiguous,
-    "zigzag": Layout.zigzag,
-    "striped": Layout.striped,
-    "dispatched": lambda n, ranks: reference.dispatch(
-        Mask.documents([0, n // 3, n]), ranks, chunk=1
-    ),
-    "on the last rank": lambda n, ranks: Layout(
-        [*([] for _ in range(ranks - 1)), [range(n // 2, n), range(n // 2)]], n
-    ),
-}
 
-
-def moved(n, ranks, kinds, dim):
+def moved(layout, to, dim):
     """Redistribute on every rank. Return whether tokens, gradients and second derivatives are those
     of indexing.
     """
-    layout, to = (KINDS[kind](n, ranks) for kind in kinds)
     shape = [2, 3, 2]
-    shape[dim] = n
+    shape[dim] = layout.tokens
     x, weight = torch.randn(
-        2, *shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64
+        2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
     rank = dist.get_rank()
     mine = layout.shard(x, rank, dim).requires_grad_()
@@ -51,14 +39,10 @@ def moved(n, ranks, kinds, dim):
 
 
 @settings(max_examples=25)
-@given(
-    st.integers(0, 13),
-    st.integers(1, 4),
-    st.tuples(*[st.sampled_from(sorted(KINDS))] * 2),
-    st.integers(-1, 2),
-)
-def test_tokens_move_to_the_other_layout_and_gradients_back(n, ranks, kinds, dim):
-    assert all(process_groups.threads(functools.partial(moved, n, ranks, kinds, dim), ranks))
+@given(st.data(), st.integers(0, 13), st.integers(1, 4), st.integers(-1, 2))
+def test_tokens_move_to_the_other_layout_and_gradients_back(data, n, ranks, dim):
+    layout, to = (data.draw(layouts(n, ranks)) for _ in range(2))
+    assert all(process_groups.threads(partial(moved, layout, to, dim), ranks))
 
 
 def move_on_processes():

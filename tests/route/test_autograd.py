@@ -2,7 +2,7 @@
 derivatives.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_a_recomputation_uses_the_backend_inside_the_checkpointed_function(used,
 def test_a_recomputation_after_the_end_of_its_backend_raises(used, reentrant, nested):
     q, k, v = (x.requires_grad_() for x in inputs())
     layer = lambda *x: torch.sin(fast.attention(*x))
-    again = functools.partial(checkpoint, layer, use_reentrant=reentrant) if nested else layer
+    again = partial(checkpoint, layer, use_reentrant=reentrant) if nested else layer
     with fast.backend("triton"):
         out = checkpoint(again, q, k, v, use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match="inside the function that is checkpointed"):
@@ -92,7 +92,7 @@ def test_autocast_casts_the_inputs_and_nothing_else(half, function):
     def program():
         leaves = [x.requires_grad_() for x in inputs()]
         cast = [x.detach().bfloat16().requires_grad_() for x in leaves]
-        attend = functools.partial(getattr(half, function), return_lse=True)
+        attend = partial(getattr(half, function), return_lse=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out, lse = attend(*leaves)
             grads = torch.autograd.grad(out.float().sum() + lse.sum(), leaves)

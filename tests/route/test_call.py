@@ -2,10 +2,10 @@
 and name the field and the ranks.
 """
 
-import functools
 import gc
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def disagree_later(half):
 
 
 def test_ranks_that_disagree_in_a_later_call_raise_on_every_rank(half):
-    process_groups.threads(functools.partial(disagree_later, half), 3)
+    process_groups.threads(partial(disagree_later, half), 3)
 
 
 def test_calls_with_new_masks_leave_no_memory_behind(half):
@@ -155,9 +155,7 @@ def disagree_on_gpus(other):
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("other", ["mask", "tokens"])
 def test_ranks_that_disagree_on_gpus_raise_at_the_next_call(other):
-    for message, seconds in process_groups.gpus(
-        functools.partial(disagree_on_gpus, other), 2, timeout=90
-    ):
+    for message, seconds in process_groups.gpus(partial(disagree_on_gpus, other), 2, timeout=90):
         assert "rank 0: " in message
         assert "rank 1: " in message
         assert "make a new process group" in message

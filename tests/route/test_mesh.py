@@ -2,7 +2,7 @@
 rows and columns compare their arguments.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -49,12 +49,12 @@ def agree(half, rows, heads, cases, first=0):
 @pytest.mark.parametrize(("rows", "heads"), MESHES)
 def test_every_schedule_returns_the_results_of_one_rank(half, rows, heads):
     place = MESHES.index((rows, heads))
-    program = functools.partial(agree, half, rows, heads, cases_of(place), first=place)
+    program = partial(agree, half, rows, heads, cases_of(place), first=place)
     process_groups.threads(program, rows * heads)
 
 
 def test_processes_over_gloo_return_the_results_of_one_rank(half):
-    program = functools.partial(agree, half, 2, 2, cases_of(0))
+    program = partial(agree, half, 2, 2, cases_of(0))
     process_groups.processes(program, 4)
 
 
@@ -64,7 +64,7 @@ def other_inputs(half):
     (*qkv, dout, _), sink = sequence(MASKS["causal"])
     masks, shard = [MASKS["documents"], MASKS["full"]], lambda x: layout.shard(x, dist.get_rank())
     given, whole = ([f(x).clone().requires_grad_() for x in qkv] for f in (shard, torch.clone))
-    attend = functools.partial(half.magi_attention, group=group, sink=sink)
+    attend = partial(half.magi_attention, group=group, sink=sink)
     out = checkpoint(attend, *given, masks, layout, use_reentrant=False)
     expected = reference.attention(*whole, masks, sink=sink)
     torch.autograd.backward((out, expected), (shard(dout), dout))
@@ -77,7 +77,7 @@ def other_inputs(half):
 
 
 def test_batches_of_masks_checkpoints_packed_tensors_and_decoding(half):
-    process_groups.threads(functools.partial(other_inputs, half), 4)
+    process_groups.threads(partial(other_inputs, half), 4)
 
 
 def one_call(part, rank, half=reference, mask=MASKS["causal"]):
@@ -150,7 +150,7 @@ def test_another_argument_raises_on_all_ranks_of_the_mesh(half, part):
 
     def program():
         groups, tensors = {x: mesh(*x) for x in ((2, 2), shape)}, [torch.ones(1, 2, 4, 8)] * 3
-        call = functools.partial(half.ring_attention, *tensors, layout=Layout.contiguous(8, 4))
+        call = partial(half.ring_attention, *tensors, layout=Layout.contiguous(8, 4))
         given = (mask, shape) if differs(dist.get_rank()) else (Mask.causal(8), (2, 2))
         with pytest.raises(ValueError, match=message):
             call(given[0], group=groups[given[1]])

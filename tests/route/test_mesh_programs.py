@@ -1,6 +1,6 @@
 """Compiled calls over a mesh ("tokens", "heads"), and an error of one rank."""
 
-import functools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -42,15 +42,13 @@ def compiled(half):
 
 
 def test_a_compiled_call_returns_the_bits_of_an_eager_one(half):
-    process_groups.processes(functools.partial(compiled, half), 4, timeout=300)
+    process_groups.processes(partial(compiled, half), 4, timeout=300)
 
 
 def raising():
     """Rank 1 raises an error of its own inside a pass, while its row and its column wait."""
     shorten_waits()
-    call = functools.partial(
-        reference.ring_attention, *[torch.ones(1, 6, 2, 8)] * 3, group=mesh(2, 2)
-    )
+    call = partial(reference.ring_attention, *[torch.ones(1, 6, 2, 8)] * 3, group=mesh(2, 2))
     call()
     if dist.get_rank() == 1:
         reference_mesh.to_column = mock.Mock(side_effect=ValueError("an error of one rank"))

@@ -91,8 +91,8 @@ def test_the_strides_of_dout_leave_the_bits_of_gradients(half):
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout"),
     [
-        pytest.param(2, "window", "zigzag", marks=HOPPER_ONLY),
-        pytest.param(3, "documents", "dispatch", marks=HOPPER_ONLY),
+        pytest.param(*case, marks=HOPPER_ONLY)
+        for case in ((2, "window", "zigzag"), (3, "documents", "dispatch"))
     ],
 )
 @pytest.mark.interpreted

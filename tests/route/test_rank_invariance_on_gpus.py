@@ -2,7 +2,7 @@
 both backends.
 """
 
-import functools
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from canon.testing import process_groups
 from canon.testing.judge import Attended
 
 RUNS = {4096: 20, 131072: 5}  # the runs of each call; the longer sequence takes most of the time
-DISPATCH = functools.partial(fast.dispatch, rank_invariant=True)
+DISPATCH = partial(fast.dispatch, rank_invariant=True)
 PLACED = {
     "strided_attention": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, multiple_of=128),
     "magi_attention": lambda mask, ranks: DISPATCH(mask, ranks),
@@ -41,7 +41,7 @@ def program(
     options = dict(mask=mask, return_lse=True, rank_invariant=True)
     options |= {} if function == "attention" else dict(layout=layout)
     with fast.backend(backend):
-        return on_this_rank(functools.partial(getattr(fast, function), **options), layout, inputs)
+        return on_this_rank(partial(getattr(fast, function), **options), layout, inputs)
 
 
 @pytest.mark.gpus(1)
@@ -53,15 +53,13 @@ def test_ranks_as_threads_return_the_bits_of_one_rank(tokens, backend):
     inputs = tensors(tokens)
     for mask in masks(tokens):
         expected = process_groups.threads(
-            functools.partial(
-                program, "attention", mask, Layout.contiguous(tokens, 1), inputs, backend
-            ),
+            partial(program, "attention", mask, Layout.contiguous(tokens, 1), inputs, backend),
             1,
         )[0]
         for function, placed in PLACED.items():
             for ranks in (2, 3, 8) if tokens == 4096 else (8,):
                 layout = placed(mask, ranks)
                 for run in range(RUNS[tokens] if ranks == 8 else 2):
-                    some = functools.partial(program, function, mask, layout, inputs, backend)
+                    some = partial(program, function, mask, layout, inputs, backend)
                     found = process_groups.threads(some, ranks)[0]
                     assert different(expected, found) == [], (function, mask.bands[:2], ranks, run)
