@@ -92,7 +92,6 @@ def _gb(text: str) -> float:
 
 
 def _recipe(row, given) -> str:
-    """Return the calls of the fastest plan, as Python."""
     if row["refused"]:
         return f"no plan fits: the fastest needs {row['peak GB']:.2f} GB"
     untested = ", no link between hosts was measured" * (given.hosts > 1 and not given.links)

@@ -56,7 +56,6 @@ def run_groups(
 
 
 def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> dict[str, Any]:
-    """Add the results to ``results``, and return it."""
     for case in runner.cases:
         if reason := declined_by(runner.backend, case):
             results[case.name] = _without_run(case.name, "declined", reason)
@@ -87,7 +86,6 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> 
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks, 1 for few cases."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 

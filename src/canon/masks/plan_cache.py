@@ -74,8 +74,11 @@ class PlanCache:
             self.held += size
             for keys in self._of_devices(size):
                 keys[key] = None
-            for device in size:
-                self._shrink(device)
+            for device in size:  # drop the least recently used plans, but not the newest
+                limit = self.limits.get(device, self.device_limit)
+                keys = self.plans if device == "cpu" else self.on[device]
+                while self.held[device] > limit and len(keys) > 1:
+                    self.drop(next(iter(keys)))
         return plan
 
     def clear(self) -> None:
@@ -95,12 +98,6 @@ class PlanCache:
 
     def _of_devices(self, size: Counter) -> list[OrderedDict[Hashable, None]]:
         return [self.on[device] for device, held in size.items() if held and device != "cpu"]
-
-    def _shrink(self, device: str) -> None:
-        """Drop the least recently used plans down to the limit of a device, but not the newest."""
-        keys = self.plans if device == "cpu" else self.on[device]
-        while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
-            self.drop(next(iter(keys)))
 
 
 PLANS = PlanCache()

@@ -19,7 +19,9 @@ def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid, in float64: on a CPU the last float32 elements take another exponential."""
+    """Return the sigmoid, in float64 on a CPU, which takes another exponential for the last float32
+    elements.
+    """
     return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
 
