@@ -10,12 +10,8 @@ Gluon kernel adds in a fixed order (paper/backward_on_hopper.md); the Triton ker
 RuntimeError, or warns with ``warn_only=True``.
 
 "auto" is the fastest method, under that switch of those that repeat their bits. Each pass reads the
-switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
-
-    "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
-    "fused"            Gluon, if queries see enough keys that two MMAs a tile cost more than the
-                       float32 sums of dq, or under the switch than their fixed order
-    "split"            otherwise
+switch when it runs. The kernel backend chooses by counts of work tiles: `choose_method` of
+`canon.fast.kernels.gluon.method` and `canon.fast.kernels.triton.launch`.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs.
 
@@ -138,7 +134,7 @@ def plan_gradients(
     lse: Tensor,
     mask: Mask,
     method: str,
-    sends: bool = False,
+    sends: bool,
 ) -> None:
     """Look up the plans of `gradients`; "auto" those of both states of
     `torch.use_deterministic_algorithms`.
@@ -209,7 +205,12 @@ def _launch_dkdv(
     kernels: ModuleType, chosen: str, method: Method, arguments: tuple, dq, dk, dv
 ) -> None:
     if chosen == "fused":
-        _fused(kernels, arguments, dq, dk, dv, ordered=method.repeats)
+        accumulate = accumulate_dtype(arguments[0].dtype)
+        whole = dq.dtype == accumulate
+        sums = dq if whole else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
+        kernels.dkdv(*arguments, dk, dv, sums.zero_(), method.repeats)
+        if sums is not dq:
+            rows_for(dq).sum_heads(sums, None, dq, None)  # one head a group: a cast
     elif dk is None:
         return
     elif chosen == "split" or arguments[0].shape[2] == arguments[1].shape[2]:
@@ -276,18 +277,6 @@ def _cut_keys(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
     step = most if most < 128 and cells.places is None else max(128, most // 128 * 128)
     ranges = [range(start, min(start + step, size)) for start in range(0, size, step)]
     return tuple((keys, cells.crop_keys(keys)) for keys in ranges)
-
-
-def _fused(
-    kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool
-) -> None:
-    accumulate = accumulate_dtype(arguments[0].dtype)
-    sums = (
-        dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
-    )
-    kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
-    if sums is not dq:
-        rows_for(arguments[0]).sum_heads(sums, None, dq, None)  # one head a group: a cast
 
 
 def _attention_backward(

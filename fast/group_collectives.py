@@ -132,7 +132,6 @@ def transfers(mask: Mask, layout: Layout, granularity: int = 1) -> tuple[np.ndar
 _transfers = cached_part(transfers)  # a plan and the pieces of a rank share them
 
 
-# ---------------------------------------------------------------------- transfers
 def _group_cast(
     x: Tensor, plan: CastPlan, stage: int, group: Any, rank: int, sizes: Sizes
 ) -> Tensor:

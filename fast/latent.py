@@ -154,7 +154,6 @@ class _Backward(RingBackward):
         return StepBackward(step, inputs, v, self.dq, adds_dq=step.number > 0)
 
     def written(self) -> Iterator[Tensor]:
-        """Allocate dK and dV of each step, (b, tokens, h, d + dv)."""
         (b, _, h, d), dtype = self.inputs.q.shape, accumulate_dtype(self.inputs.q.dtype)
         for step in self.ring.steps:
             tokens = step.visible.stop - step.visible.start if step.has_work else 0

@@ -8,7 +8,7 @@ band that overlap. Few queries over many keys are computed in parts of the keys
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -151,12 +151,6 @@ def forward_for(
     return found.module.forward
 
 
-def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return forward_part(q, k, v, mask, scale=scale, out_dtype=out_dtype, whole=True)
-
-
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     check_device(out)
     new_out = torch.empty_like(out)
@@ -225,21 +219,18 @@ VARIANTS = (
 )
 
 
-def local_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the call."""
-    yield Part(call.mask, call.shapes[1][2], whole=True)
-
-
 LOCAL = Algorithm(
     FAST,
     public_attention.ATTENTION,
     local_forward,
     local_backward,
     plan=LocalPlan,
-    parts=local_parts,
+    parts=lambda call, backward: iter([Part(call.mask, call.shapes[1][2], whole=True)]),
     variants=VARIANTS,
     notes=NOTES,
 )
 attention = public_attention.attention(LOCAL)
-attention_forward = public_parts.attention_forward(_attention_forward)
+attention_forward = public_parts.attention_forward(
+    lambda q, k, v, mask, **options: forward_part(q, k, v, mask, whole=True, **options)
+)
 merge = public_parts.merge(merged)

@@ -148,7 +148,7 @@ class TokenRows:
         """
         nbytes = [[rows * self.nbytes for rows in some] for some in sizes]
         sent, received = (tensors[0].new_empty(sum(x), dtype=torch.uint8) for x in nbytes)
-        replayed(pack, (*tensors, sent), self)
+        replayed(pack, (sent, *tensors), self)
         transport = transport_for(self.call.mesh.row, sent.device)
         transport.all_to_all(received, sent, *reversed(nbytes)).wait()
         return received
@@ -174,36 +174,33 @@ def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
 
 
 def _divide_heads(*given) -> None:
-    *tensors, message, rows = given
-    for own, part in _by_column(tensors, message, rows):
+    for own, part in _by_column(*given):
         rows_for(own).copy_tokens(own, part)
 
 
-def _join_heads(message: Tensor, *given) -> None:
-    *tensors, rows = given
-    for own, part in _by_column(tensors, message, rows):
+def _join_heads(*given) -> None:
+    for own, part in _by_column(*given):
         rows_for(own).copy_tokens(part, own)
 
 
-def _by_column(
-    tensors: list[Tensor], message: Tensor, rows: TokenRows
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _by_column(message: Tensor, *given) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the views (H, t, n / H, width) of each sequence in a tensor and in a message."""
+    *tensors, rows = given
     n = rows.call.columns
     for x, packed in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
         for own, part in zip(x, packed, strict=True):
             yield own.unflatten(1, (n, -1)).permute(1, 0, 2, 3), part.unflatten(0, (n, -1))
 
 
-def _order_tokens(*given) -> None:
-    message, *copies, rows = given
+def _order_tokens(message: Tensor, *given) -> None:
+    *copies, rows = given
     for copy, arrived in zip(copies, rows.views(message, sum(rows.sizes)), strict=True):
         if copy is not None:
             _copy(arrived, copy, rows.orders(message.device)[:1])
 
 
-def _reorder_tokens(*given) -> None:
-    *tensors, message, rows = given
+def _reorder_tokens(message: Tensor, *given) -> None:
+    *tensors, rows = given
     for x, target in zip(tensors, rows.views(message, sum(rows.sizes)), strict=True):
         _copy(x, target, rows.orders(message.device)[1:])
 

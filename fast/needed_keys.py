@@ -20,11 +20,10 @@ def areas_and_needs(
     row, row_stop, column, column_stop, lo, hi = bands[band].T
     row, row_stop = np.maximum(row, start[piece]), np.minimum(row_stop, stop[piece])
     area = np.zeros(len(start), np.int64)
-    np.add.at(
-        area,
-        piece,
-        _sum_min(row, row_stop, hi + 1, column_stop) - _sum_max(row, row_stop, lo, column),
-    )
+    np.add.at(area, piece, _sum_min(row, row_stop, hi + 1, column_stop))
+    # a row starts at max(a, b) = a + b - min(a, b)
+    np.add.at(area, piece, _sum_min(row, row_stop, lo, column))
+    np.add.at(area, piece, -_sum(row, row_stop) - (row_stop - row) * (lo + column))
     return area, piece, np.maximum(column, row + lo), np.minimum(column_stop, row_stop + hi)
 
 
@@ -32,12 +31,6 @@ def _sum_min(start, stop, offset, most):
     """Return the sum of min(i + offset, most) over start <= i < stop."""
     bend = np.clip(most - offset, start, stop)
     return _sum(start, bend) + (bend - start) * offset + (stop - bend) * most
-
-
-def _sum_max(start, stop, offset, least):
-    """Return the sum of max(i + offset, least) over start <= i < stop."""
-    bend = np.clip(least - offset, start, stop)
-    return _sum(bend, stop) + (stop - bend) * offset + (bend - start) * least
 
 
 def _sum(start, stop):

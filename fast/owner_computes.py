@@ -68,7 +68,7 @@ def owner_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    max_logits: Tensor | None = None,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
@@ -98,7 +98,9 @@ def owner_backward(
         if dq is not None:
             legs.append(_key_leg(heads, k, v))
         if dk is not None:
-            legs.append(_query_leg(heads, inputs.heads(query_heads(heads, q, k))))
+            some = inputs.heads(query_heads(heads, q, k))
+            statistics = tuple(x.transpose(1, 2)[..., None] for x in (some.lse, some.delta))
+            legs.append(Leg(heads, True, [(some.q, some.dout), statistics]))
 
     def compute(number: int, brought: Sequence[Tensor]) -> None:
         heads, of_queries, _ = legs[number]
@@ -127,9 +129,3 @@ def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
 def _key_leg(heads: range, k: Tensor, v: Tensor) -> Leg:
     k, v = (x[:, :, heads.start : heads.stop] for x in (k, v))
     return Leg(heads, False, [(k, v)])
-
-
-def _query_leg(heads: range, inputs: QueryInputs) -> Leg:
-    """Bring q and dout, then lse and delta as tensors (b, t, h, 1)."""
-    statistics = tuple(x.transpose(1, 2)[..., None] for x in (inputs.lse, inputs.delta))
-    return Leg(heads, True, [(inputs.q, inputs.dout), statistics])

@@ -18,7 +18,7 @@ import numpy as np
 from canon.faces import public_plans
 from canon.fast.c_modules import optional_c_module
 from canon.fast.tables.work_tables import band_array
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, placed
 from canon.masks.plan_cache import cached_plan
 from canon.reference import planner as readable
 
@@ -51,7 +51,9 @@ def _dispatch(
         min(swaps_per_chunk, MOST_SWAPS),
     )
     numbers = np.frombuffer(held, np.int64).reshape(ranks, -1).tolist()
-    return Layout([_tokens(x, chunk, tokens) for x in numbers], tokens)
+    piece = lambda i: range(min(i * chunk, tokens), min((i + 1) * chunk, tokens))
+    held = (placed(list(map(piece, some))) for some in numbers)
+    return Layout([[tokens for _, tokens in some] for some in held], tokens)
 
 
 @lru_cache(maxsize=1)
@@ -66,17 +68,6 @@ def native_planner() -> ModuleType | None:
             stacklevel=2,
         )
     return module
-
-
-def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:
-    ranges: list[range] = []
-    for number in numbers:
-        start, stop = min(number * chunk, n), min(number * chunk + chunk, n)
-        if ranges and ranges[-1].stop == start:
-            ranges[-1] = range(ranges[-1].start, stop)
-        else:
-            ranges.append(range(start, stop))
-    return ranges
 
 
 dispatch = public_plans.dispatch(_dispatch)

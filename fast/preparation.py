@@ -29,9 +29,6 @@ __all__ = ["prepare"]
 
 
 def _on(device: Any) -> AbstractContextManager:
-    """Return a context in which tensors without memory stand for those of a GPU or the CPU. Raises
-    ValueError for other devices.
-    """
     if isinstance(device, Gpu):
         return meta_stands_for(device)
     device = torch.device(device)

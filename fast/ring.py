@@ -149,7 +149,6 @@ class RingBackward:
         self.parts = cached_parts(key, inputs, lambda step: self.part(step, inputs, v), ring.steps)
 
     def written(self) -> Iterator[Tensor]:
-        """Return the tensors for dk and dv of each step."""
         return chain([self.own], cycle(reversed(self.sums.buffers)))
 
     def part(self, step: RingStep, inputs: QueryInputs, v: Tensor) -> StepBackward:
@@ -173,7 +172,6 @@ class RingBackward:
             written.zero_()
 
     def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> Gradients:
-        """Return all gradients. ``received``: the sums of the other ranks."""
         dq = None if self.dq is None else self.dq.to(dtype)
         if self.own is None:
             return dq, None, None

@@ -63,7 +63,7 @@ def run_forward(
     received: Iterator[tuple[int, Any]],
     q: Tensor,
     v: Tensor,
-    max_logits: Tensor | None = None,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in q's dtype and lse (b, h, t). ``received``: of `receiving`."""
     merges = [number for number, step in enumerate(steps) if step.has_work and not step.writes]

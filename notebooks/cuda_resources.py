@@ -86,7 +86,7 @@ class Compiled:
 
 def main_cases(arch: int) -> Iterator[tuple[str, int, torch.dtype, int, int]]:
     """Yield (kernel, arch, dtype, d, dv) of the main configurations."""
-    for kernel in config.KERNELS:
+    for kernel in config.TABLE:
         for d, dv in WIDTHS:
             yield kernel, arch, torch.bfloat16, d, dv
         yield kernel, arch, torch.float16, 128, 128

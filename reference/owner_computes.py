@@ -68,7 +68,7 @@ def owner_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    max_logits: Tensor | None = None,
+    max_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of
     each step.

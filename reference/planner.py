@@ -49,7 +49,7 @@ from itertools import combinations, product
 from operator import or_
 
 from canon.faces import public_plans
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, placed
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -73,7 +73,7 @@ def _dispatch(
     starts = [_greedy(chunks, ranks, int(aim.bound * slack)) for slack in slacks]
     starts += [zigzag(chunks, ranks), contiguous(chunks, ranks)]
     best, settled = min(starts, key=aim.score), set()
-    swaps = swaps_per_chunk * sum(map(is_real, chunks))
+    swaps = swaps_per_chunk * sum(bool(chunk.tokens) for chunk in chunks)
     while swaps > 0:
         better, made = _swapped(best, aim, min(swaps, BATCH * ranks), settled)
         if aim.score(better) >= aim.score(best):
@@ -84,7 +84,8 @@ def _dispatch(
         if better is None:
             break
         best = better
-    return Layout([tokens_of(held) for held in best], mask.queries // sequences)
+    held = (placed([chunk.tokens for chunk in own]) for own in best)
+    return Layout([[tokens for _, tokens in some] for some in held], mask.queries // sequences)
 
 
 # ---------------------------------------------------------------------- chunks
@@ -131,11 +132,6 @@ def chunk_of(mask: Mask, sequences: int, number: int, tokens: range, chunk: int)
 
 def _bits(ranges: Iterable[range]) -> int:
     return reduce(or_, ((1 << tokens.stop) - (1 << tokens.start) for tokens in ranges if tokens), 0)
-
-
-def is_real(chunk: Chunk) -> bool:
-    """Return whether the chunk has tokens."""
-    return len(chunk.tokens) > 0
 
 
 def area_of(held: Held) -> int:
@@ -196,17 +192,6 @@ class Aim:
         return max(peak, self.allowed), peak * (len(assignment) * max(moved) + WEIGHT * received)
 
 
-def tokens_of(held: Held) -> list[range]:
-    """Return the tokens of the chunks as ascending, merged ranges."""
-    ranges: list[range] = []
-    for chunk in held:
-        if ranges and ranges[-1].stop == chunk.tokens.start:
-            ranges[-1] = range(ranges[-1].start, chunk.tokens.stop)
-        else:
-            ranges.append(chunk.tokens)
-    return ranges
-
-
 # ----------------------------------------------------------------- assignments in sequence order
 def contiguous(chunks: Held, ranks: int) -> Assignment:
     """Assign neighbouring chunks to a rank. The first ranks get one empty chunk each."""
@@ -226,7 +211,7 @@ def zigzag(chunks: Held, ranks: int) -> Assignment:
 
 
 def _counts(chunks: Held, ranks: int) -> list[int]:
-    fewer, more = divmod(sum(map(is_real, chunks)), ranks)
+    fewer, more = divmod(sum(bool(chunk.tokens) for chunk in chunks), ranks)
     return [fewer + (rank >= ranks - more) for rank in range(ranks)]
 
 

@@ -32,8 +32,7 @@ def visible_tiles(
     """Yield (queries, [(keys, visible), ...]) for each tile of queries; with ``by_keys``, queries
     and keys change roles.
 
-    ``queries`` and ``keys`` are slices of at most 128 tokens, or 512 on a GPU without
-    ``whole_tiles``. ``visible`` (queries, keys) is the boolean mask of a tile.
+    ``queries`` and ``keys`` are slices. ``visible`` (queries, keys) is the boolean mask of a tile.
     """
     size = TILE if whole_tiles or device.type == "cpu" else GPU_TILE
     tiles = [

@@ -157,7 +157,6 @@ def _code() -> str:
     return total.hexdigest()
 
 
-# ---------------------------------------------------------------------- in the process
 @contextmanager
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
     """Within the block, collect distinct compilations in the dict; launch and replay nothing."""

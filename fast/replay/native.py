@@ -19,8 +19,9 @@ _NUMBERS = {
     "u32": "<I",
     "i64": "<q",
     "u64": "<Q",
+    "fp32": "<f",
+    "fp64": "<d",
 }
-_NUMBERS |= {"fp32": "<f", "fp64": "<d"}
 # Triton's number of an element type -> CUtensorMapDataType's, if different
 _HOST_TYPE = {8: 10, 9: 8, 10: 9}
 

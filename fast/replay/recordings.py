@@ -21,7 +21,6 @@ import copy
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class PreparedPass:
         self.reason, self.bytes = recorder.reason, 0
         if not any(isinstance(x, Launch) for x in recorder.operations):
             self.reason = self.reason or UNSEEN
-        self._run: Callable[..., None] = _nothing
+        self._run: Callable[..., None] = lambda *_: None
         if not self.reason:
             try:
                 self._pack(recorder)
@@ -69,9 +68,7 @@ class PreparedPass:
         """Return the launches for another mask, or None if its plans need others."""
         if self.look_ups is None or (found := self.look_ups.of(mask)) is None:
             return None
-        made = copy.copy(self)
-        made._hold(*(([], []) if self.reason else found))
-        return made
+        return self.holding(*(([], []) if self.reason else found))
 
     @staticmethod
     def load() -> None:
@@ -79,9 +76,9 @@ class PreparedPass:
         with suppress(NotReplayable):
             native_module()
 
-    def without_plans(self) -> "PreparedPass":
+    def holding(self, plans: list[Tensor], uploads: list[Upload]) -> "PreparedPass":
         made = copy.copy(self)
-        made._hold([], [])
+        made._hold(plans, uploads)
         return made
 
     @property
@@ -143,10 +140,6 @@ def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
     return offsets, zeros, end
 
 
-def _nothing(*_: Any) -> None:
-    """Launch nothing."""
-
-
 # By device type. Tests add one for "cpu", or leave none.
 REPLAYED: dict[str, type[PreparedPass]] = {"cuda": PreparedPass}
 
@@ -198,7 +191,7 @@ def replayed(
         look_ups = None if cells is None else LookUps(cells.mask, seen, len(recorder.plans))
         plan_cache.PLANS.put(key, made := prepared(recorder, uploads_in(seen), look_ups))
         if look_ups is not None and look_ups.serves_others:
-            recordings.insert(0, made.without_plans())
+            recordings.insert(0, made.holding([], []))
             del recordings[MOST_RECORDINGS:]
     elif found.reason:
         body(*tensors, *options)
@@ -219,7 +212,6 @@ def _recordings(
     options: tuple[Hashable, ...],
     addresses: list[int],
 ) -> list[PreparedPass]:
-    """Return the latest recordings of passes that differ in their masks alone."""
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
     others = [(x.sizes, x.places) if isinstance(x, Cells) else x for x in options]
     aligned, first = [address & 15 for address in addresses], tensors[0]

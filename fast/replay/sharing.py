@@ -23,8 +23,8 @@ class LookUps:
     """
 
     def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):
-        masks = [_mask_in(x) for _, arguments in seen for x in arguments]
-        self.serves_others = all(x is None or x == mask for x in masks)
+        given = [x for _, arguments in seen for x in arguments if isinstance(x, (Cells, Mask))]
+        self.serves_others = all(getattr(x, "mask", x) == mask for x in given)
         self.keys = [(function, _moved(arguments, NO_MASK)) for function, arguments in seen]
         self.structures, self.tensors = [structure(plan) for plan in seen.values()], tensors
 
@@ -54,12 +54,6 @@ def uploads_in(seen: dict[Any, Any]) -> list[Upload]:
     """Return the uploads of plans."""
     plans = [plan for plan in seen.values() if isinstance(plan, tuple)]
     return [x for plan in plans for x in plan if isinstance(x, Upload)]
-
-
-def _mask_in(argument: Any) -> Mask | None:
-    if isinstance(argument, Cells):
-        return argument.mask
-    return argument if isinstance(argument, Mask) else None
 
 
 def _moved(arguments: tuple, mask: Mask) -> tuple:

@@ -195,8 +195,3 @@ def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
         for row, tokens in pieces
     ]
     return tuple((row - rows.start, tokens) for row, tokens in parts if tokens)
-
-
-def shifted(pieces: Iterable[Piece], rows: int) -> list[Piece]:
-    """Move the pieces down by ``rows``."""
-    return [(row + rows, tokens) for row, tokens in pieces]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon.fast.c_modules import optional_c_module
-from canon.fast.tables.cells import Cells, Places
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
@@ -93,7 +93,10 @@ def host_table(
         cut = _even_cut(mask, rows, small, transposed, columns // small)
         tiles, spans = ordered_table(cut, rows, small, chained=False)
         return WorkTable(tiles, everywhere_banded(spans), cut.visits, False)
-    cut = _own_part(places, _whole_cut(mask, rows, columns, transposed), transposed)
+    cut = _whole_cut(mask, rows, columns, transposed)
+    own = places.owned(cut.starts, transposed)[cut.tile]
+    of_pieces = ("band", "tile", "first", "last", "begin", "end")
+    cut = cut._replace(**{name: getattr(cut, name)[own] for name in of_pieces})
     table = ordered_table(cut, rows, columns, chained)
     return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
 
@@ -175,14 +178,6 @@ def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool, ratio: int 
     begin = begin // columns * columns
     number = float((-((begin - end) // columns)).sum()) / ratio
     return Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
-
-
-def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
-    own = places.owned(cut.starts, transposed)[cut.tile]
-    kept = {
-        name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")
-    }
-    return cut._replace(**kept)
 
 
 def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:

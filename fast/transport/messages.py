@@ -98,7 +98,9 @@ class BlockRing:
         self.group = dist.group.WORLD if call.group is None else call.group
         self.next, self.previous = (call.rank + 1) % call.ranks, (call.rank - 1) % call.ranks
         self.buffers = [torch.empty(blocks.most, dtype=dtype, device=device) for _ in range(2)]
-        self.coalesced = _coalesces(self.group, device)
+        # NCCL must start a send and a receive together
+        own_type = type(self.group) is dist.ProcessGroup
+        self.coalesced = own_type and self.group._get_backend(device).supports_coalescing
 
     def hop(self, buffer: int, sent: int, received: int) -> Pending:
         """Start to send the block of rank ``sent`` from ``buffer``, and to receive that of
@@ -121,11 +123,6 @@ class BlockRing:
         return (
             [] if not elements else [whole] if elements == self.blocks.most else [whole[:elements]]
         )
-
-
-def _coalesces(group: Any, device: torch.device) -> bool:
-    """Return whether a send and a receive must start together, as NCCL's must."""
-    return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
 
 
 class HeadGroup:
@@ -275,8 +272,10 @@ class Transport:
     def __init__(self, group, device: torch.device):
         self._group = ref(group)  # the group may be destroyed first
         self._reductions = None
-        if backend_of(group, device) == "nccl":
-            self._reductions = _communicator(group, device, "reductions")
+        if (backend := backend_of(group, device)) == "nccl":
+            state, name = group_state(group), f"reductions {device.type}"
+            self._reductions = companion_of(group, state.liveness.store, name, backend)
+            state.aborted.append(self._reductions)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -305,7 +304,6 @@ class Transport:
         return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
-        """Launch the block's work on the communication stream."""
         if self.stream is None:
             return nullcontext()
         if after_compute:
@@ -339,13 +337,3 @@ def transport_for(group, device: torch.device) -> Transport:
         with torch.inference_mode(False):  # `_delay` is permanent, and training writes to it later
             transports[device] = Transport(dist.group.WORLD if group is None else group, device)
     return transports[device]
-
-
-def _communicator(group, device: torch.device, name: str):
-    """Return a new communicator of the group, which ends with it. A collective."""
-    state = group_state(group)
-    communicator = companion_of(
-        group, state.liveness.store, f"{name} {device.type}", backend_of(group, device)
-    )
-    state.aborted.append(communicator)
-    return communicator

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from canon.fast.group_collectives import Transfer, begin_cast, columns, granular_plan
 from canon.fast.owner_computes import Leg
-from canon.fast.tables.cells import Places, shifted
+from canon.fast.tables.cells import Places
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.transport.messages import HeadGroup, Pending, padded_tokens, transport_for
 from canon.masks.layout import Layout
@@ -193,10 +193,10 @@ def _cast_places(layout: Layout, mask: Mask, rank: int) -> tuple[Places, Places]
 @cached_plan
 def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
     room, own = whole_tiles(padded_tokens(layout)), pieces_of(layout, rank)
-    everyone = [
-        piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)
-    ]
-    everyone, rows, size = _joined(everyone), layout.ranks * room, layout.size(rank)
+    everyone = _joined(
+        [(r * room + row, x) for r in range(layout.ranks) for row, x in pieces_of(layout, r)]
+    )
+    rows, size = layout.ranks * room, layout.size(rank)
     return Places(own, everyone, size, rows), Places(everyone, own, rows, size)
 
 

@@ -200,7 +200,7 @@ def test_no_plan_is_worse_than_zigzag_or_contiguous_chunks(mask, ranks, rates):
         planned = score(mask, fast.dispatch(mask, ranks, **options), 8, rates)
     chunks = planner.chunks_of(mask, 1, ranks, 8)
     for start in (planner.zigzag, planner.contiguous):
-        layout = Layout([planner.tokens_of(held) for held in start(chunks, ranks)], n)
+        layout = Layout([[chunk.tokens for chunk in held] for held in start(chunks, ranks)], n)
         assert planned <= score(mask, layout, 8, rates)
 
 

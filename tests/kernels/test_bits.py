@@ -26,8 +26,8 @@ CAUSAL = Mask.causal(N)
 CHUNKS = (290, 291), (150, 250)  # queries
 IN_TWO_BANDS = Mask([Band(0, N, 0, 70, None, 0), Band(70, N, 70, N, None, 0)], N, N)
 KINDS = {
-    "triton-64-bfloat16": ("triton", 64, torch.bfloat16, HOPPER["forward", 64][0]),
-    "triton-128-float16": ("triton", 128, torch.float16, HOPPER["forward", 128][0]),
+    "triton-64-bfloat16": ("triton", 64, torch.bfloat16, HOPPER["forward"][64][0]),
+    "triton-128-float16": ("triton", 128, torch.float16, HOPPER["forward"][128][0]),
     # a GPU has 16 x 16: slow here
     "triton-256-float32": ("triton", 256, torch.float32, Config(64, 32)),
     "gluon-64-float16": ("gluon", 64, torch.float16, None),

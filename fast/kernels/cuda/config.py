@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton.config import tile_bytes
 
-KERNELS = ("forward", "dq", "dkdv")
-
 
 @dataclass(frozen=True)
 class Config:
@@ -37,35 +35,41 @@ RESERVED = 1024  # bytes that the system uses for each CTA
 
 # By kernel and larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first, then
 # for 163 KB or 99 KB.
-TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("forward", 64): (Config(128, 64, 4, ctas=2),),
-    ("forward", 128): (
-        Config(128, 64, 4, ctas=2),
-        Config(128, 32, 4, ctas=2),
-        Config(64, 32, 4, ctas=2),
-    ),
-    ("forward", 192): (Config(128, 64, 8), Config(128, 32, 8)),
-    ("forward", 256): (Config(128, 64, 8), Config(128, 32, 8), Config(64, 32, 4)),
-    ("dq", 64): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2)),
-    ("dq", 128): (Config(128, 32, 4, ctas=2), Config(128, 64, 8), Config(128, 32, 8)),
-    ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4)),
-    ("dq", 256): (
-        Config(128, 32, 8, parts=2),
-        Config(64, 32, 8, parts=2),
-        Config(32, 32, 4, parts=2),
-    ),
-    ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
-    ("dkdv", 128): (Config(64, 64, 4, ctas=2), Config(128, 64, 8), Config(64, 64, 4)),
-    ("dkdv", 192): (
-        Config(64, 64, 8, parts=4),
-        Config(64, 32, 8, parts=2),
-        Config(32, 32, 4, parts=2),
-    ),
-    ("dkdv", 256): (
-        Config(64, 64, 8, parts=4),
-        Config(64, 32, 8, parts=2),
-        Config(32, 32, 4, parts=2, exchanges=1),
-    ),
+TABLE: dict[str, dict[int, tuple[Config, ...]]] = {
+    "forward": {
+        64: (Config(128, 64, 4, ctas=2),),
+        128: (
+            Config(128, 64, 4, ctas=2),
+            Config(128, 32, 4, ctas=2),
+            Config(64, 32, 4, ctas=2),
+        ),
+        192: (Config(128, 64, 8), Config(128, 32, 8)),
+        256: (Config(128, 64, 8), Config(128, 32, 8), Config(64, 32, 4)),
+    },
+    "dq": {
+        64: (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2)),
+        128: (Config(128, 32, 4, ctas=2), Config(128, 64, 8), Config(128, 32, 8)),
+        192: (Config(128, 32, 8), Config(64, 32, 4)),
+        256: (
+            Config(128, 32, 8, parts=2),
+            Config(64, 32, 8, parts=2),
+            Config(32, 32, 4, parts=2),
+        ),
+    },
+    "dkdv": {
+        64: (Config(128, 32, 4, ctas=2),),
+        128: (Config(64, 64, 4, ctas=2), Config(128, 64, 8), Config(64, 64, 4)),
+        192: (
+            Config(64, 64, 8, parts=4),
+            Config(64, 32, 8, parts=2),
+            Config(32, 32, 4, parts=2),
+        ),
+        256: (
+            Config(64, 64, 8, parts=4),
+            Config(64, 32, 8, parts=2),
+            Config(32, 32, 4, parts=2, exchanges=1),
+        ),
+    },
 }
 
 
@@ -81,15 +85,15 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
     """Return the configuration for widths d and dv, or raise ValueError."""
-    if kernel not in KERNELS:
-        raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
+    if kernel not in TABLE:
+        raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(TABLE)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):
         raise ValueError(
             f"the CUDA {kernel} kernel supports widths that are multiples of 16 from 16 to 256, "
             f"got {d} and {dv}: "
             'use backend("triton")'
         )
-    candidates = TABLE[kernel, max(64, -(-max(d, dv) // 64) * 64)]
+    candidates = TABLE[kernel][max(64, -(-max(d, dv) // 64) * 64)]
     for config in candidates:
         need = shared_bytes(kernel, config, d, dv)
         if config.ctas * (need + RESERVED) <= gpu.shared_memory + RESERVED:

@@ -31,28 +31,19 @@ def descriptor_fields(
     """Return its other fields, cached: Triton's checks are slow."""
     width = min(128, block[-1] * dtype.itemsize)
     layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
-    strided = descriptor_strides(dtype, shape, strides)
+    inner, strided = _padded_width(dtype, shape), [1]
+    for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        strided.insert(0, stride if n > 1 else inner)  # any, for an axis of length 1
+        inner = n * strided[0]
     base = torch.empty(0, dtype=dtype, device="cpu")
     return vars(TensorDescriptor(base, list(shape), strided, list(block), layout))
 
 
-def descriptor_strides(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
-) -> list[int]:
-    """Return the strides; for axes of length 1, those of a contiguous x."""
-    inner, made = padded_width(dtype, shape), [1]
-    for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        made.insert(0, stride if n > 1 else inner)
-        inner = n * made[0]
-    return made
-
-
 def empty_for_tma(x: Tensor) -> Tensor:
     """Return an empty tensor like x (b, t, h, d) that TMA can load."""
-    return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
+    return x.new_empty(*x.shape[:3], _padded_width(x.dtype, x.shape))[..., : x.shape[3]]
 
 
-def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Return d, rounded up to 16 bytes."""
+def _padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
     unit = 16 // dtype.itemsize
     return -(-shape[-1] // unit) * unit

@@ -284,7 +284,6 @@ def store_gradient(acc, grad, strides, work, work_tile, ROW: gl.constexpr, WIDTH
     store_tile(start, acc, batch_head_of(work, work_tile), stop - first, strides[1], 0, WIDTH, 1)
 
 
-# ------------------------------------------------------------------ the kernel
 @gluon.jit(do_not_specialize=["padded", "query_heads", "heads", "group", "dq_tiles"])
 def dkdv_kernel(
     q_desc,

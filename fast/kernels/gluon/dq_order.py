@@ -157,7 +157,6 @@ def ordered_dq_pays(
     return visited * query_heads / sms > 10 * lag
 
 
-# ------------------------------------------------------------------ tickets
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -245,7 +245,6 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     return SoftmaxState(o, p, m, l, excess, shrink), ring.next(wg.STAGES)
 
 
-# ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
     """Divide the complete o by the sums, and write ``out`` and ``lse``."""
@@ -266,7 +265,6 @@ def write_result(o, state, wg, work_tile):
     store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, wg.c.DV, wg.PACK)
 
 
-# ------------------------------------------------------------------ the kernel
 @gluon.jit(do_not_specialize=["tokens", "group"], do_not_specialize_on_alignment=["lse"])
 def forward_kernel(
     q_desc,

@@ -407,7 +407,6 @@ def writable(x: Tensor, even_batches: bool = False) -> Tensor:
     )
 
 
-# ------------------------------------------------------------------ launches
 def resident_ctas(x: Tensor) -> int:
     """Return how many CTAs run at a time: one on each SM."""
     return SIMULATED_SMS if is_cpu(x.device) else multiprocessor_count(x.device)

@@ -31,78 +31,97 @@ class Config:
     partial_columns: int = 0
 
 
-KERNELS = ("forward", "dq", "dkdv", "fused", "parts")
-# (kernel, larger padded width, at least 64), best first
-Table = dict[tuple[str, int], tuple[Config, ...]]
+# kernel, then larger padded width, at least 64: best first
+Table = dict[str, dict[int, tuple[Config, ...]]]
 
 # Two-byte elements, sm_90 and later: paper/data/tune_triton_*_h200.json. dq at width 256 spills 20
 # bytes. At width 512 the tiles are the largest that spill nothing; no GPU has timed them.
 HOPPER: Table = {
-    ("forward", 64): (
-        Config(64, 128, 4, 2, tma=True, partial_columns=64),
-        Config(128, 64, 8, 3, partial_columns=32),
-    ),
-    ("forward", 128): (
-        Config(64, 64, 4, 3, tma=True, partial_columns=32),
-        Config(128, 64, 8, 3, partial_columns=32),
-    ),
-    ("forward", 256): (Config(128, 64, 8, 2, tma=True, partial_columns=32), Config(128, 32, 8, 2)),
-    ("forward", 512): (Config(64, 16, 8, 2, tma=True), Config(32, 32, 8, 2)),
-    ("dq", 64): (
-        Config(64, 64, 4, 3, tma=True, partial_columns=32),
-        Config(128, 64, 8, 3, partial_columns=32),
-    ),
-    ("dq", 128): (
-        Config(64, 64, 4, 2, tma=True, partial_columns=32),
-        Config(128, 64, 8, 2, partial_columns=32),
-    ),
-    ("dq", 256): (Config(128, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
-    ("dq", 512): (Config(32, 16, 8, 2),),
-    ("dkdv", 64): (
-        Config(64, 64, 4, 3, tma=True, partial_columns=32),
-        Config(128, 64, 8, 3, partial_columns=32),
-    ),
-    ("dkdv", 128): (
-        Config(64, 32, 4, 3, tma=True, partial_columns=16),
-        Config(128, 32, 8, 3, partial_columns=16),
-    ),
-    ("dkdv", 256): (
-        Config(128, 32, 8, 2, apart=True, partial_columns=16),
-        Config(64, 16, 8, 2, apart=True),
-    ),
-    ("dkdv", 512): (Config(32, 16, 8, 2, apart=True),),
-    ("fused", 64): (
-        Config(128, 64, 8, 3, tma=True, partial_columns=32),
-        Config(128, 64, 8, 2, partial_columns=32),
-    ),
-    ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
-    ("fused", 256): (Config(32, 16, 8, 2),),
+    "forward": {
+        64: (
+            Config(64, 128, 4, 2, tma=True, partial_columns=64),
+            Config(128, 64, 8, 3, partial_columns=32),
+        ),
+        128: (
+            Config(64, 64, 4, 3, tma=True, partial_columns=32),
+            Config(128, 64, 8, 3, partial_columns=32),
+        ),
+        256: (Config(128, 64, 8, 2, tma=True, partial_columns=32), Config(128, 32, 8, 2)),
+        512: (Config(64, 16, 8, 2, tma=True), Config(32, 32, 8, 2)),
+    },
+    "dq": {
+        64: (
+            Config(64, 64, 4, 3, tma=True, partial_columns=32),
+            Config(128, 64, 8, 3, partial_columns=32),
+        ),
+        128: (
+            Config(64, 64, 4, 2, tma=True, partial_columns=32),
+            Config(128, 64, 8, 2, partial_columns=32),
+        ),
+        256: (Config(128, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
+        512: (Config(32, 16, 8, 2),),
+    },
+    "dkdv": {
+        64: (
+            Config(64, 64, 4, 3, tma=True, partial_columns=32),
+            Config(128, 64, 8, 3, partial_columns=32),
+        ),
+        128: (
+            Config(64, 32, 4, 3, tma=True, partial_columns=16),
+            Config(128, 32, 8, 3, partial_columns=16),
+        ),
+        256: (
+            Config(128, 32, 8, 2, apart=True, partial_columns=16),
+            Config(64, 16, 8, 2, apart=True),
+        ),
+        512: (Config(32, 16, 8, 2, apart=True),),
+    },
+    "fused": {
+        64: (
+            Config(128, 64, 8, 3, tma=True, partial_columns=32),
+            Config(128, 64, 8, 2, partial_columns=32),
+        ),
+        128: (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
+        256: (Config(32, 16, 8, 2),),
+    },
     # without descriptors, the same tiles
-    ("parts", 64): (Config(64, 64, 4, 4, tma=True),),
-    ("parts", 128): (Config(64, 64, 4, 3, tma=True),),
-    ("parts", 256): (Config(64, 32, 4, 3, tma=True),),
-    ("parts", 512): (Config(64, 32, 8, 2, tma=True),),
+    "parts": {
+        64: (Config(64, 64, 4, 4, tma=True),),
+        128: (Config(64, 64, 4, 3, tma=True),),
+        256: (Config(64, 32, 4, 3, tma=True),),
+        512: (Config(64, 32, 8, 2, tma=True),),
+    },
 }
 AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
-    ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
-    ("forward", 128): (Config(128, 64, 8, 3, partial_columns=32), Config(64, 64, 4, 2)),
-    ("forward", 256): (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-    ("forward", 512): (Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
-    ("dq", 64): (Config(128, 64, 8, 2),),
-    ("dq", 128): (Config(128, 32, 8, 2), Config(64, 64, 8, 2)),
-    ("dq", 256): (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
-    ("dq", 512): (Config(32, 16, 8, 2),),
-    ("dkdv", 64): (Config(128, 32, 8, 2),),
-    ("dkdv", 128): (Config(64, 64, 8, 2, partial_columns=32), Config(64, 32, 8, 2)),
-    ("dkdv", 256): (Config(64, 32, 8, 2, apart=True), Config(32, 16, 8, 2)),
-    ("dkdv", 512): (Config(32, 16, 8, 2, apart=True),),
-    ("fused", 64): (Config(64, 32, 8, 2),),
-    ("fused", 128): (Config(64, 32, 8, 2),),
-    ("fused", 256): (Config(32, 16, 8, 2),),
-    ("parts", 64): (Config(64, 64, 4, 3),),
-    ("parts", 128): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
-    ("parts", 256): (Config(64, 32, 8, 3), Config(64, 32, 8, 2)),
-    ("parts", 512): (Config(64, 16, 8, 2),),
+    "forward": {
+        64: (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+        128: (Config(128, 64, 8, 3, partial_columns=32), Config(64, 64, 4, 2)),
+        256: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
+        512: (Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
+    },
+    "dq": {
+        64: (Config(128, 64, 8, 2),),
+        128: (Config(128, 32, 8, 2), Config(64, 64, 8, 2)),
+        256: (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+        512: (Config(32, 16, 8, 2),),
+    },
+    "dkdv": {
+        64: (Config(128, 32, 8, 2),),
+        128: (Config(64, 64, 8, 2, partial_columns=32), Config(64, 32, 8, 2)),
+        256: (Config(64, 32, 8, 2, apart=True), Config(32, 16, 8, 2)),
+        512: (Config(32, 16, 8, 2, apart=True),),
+    },
+    "fused": {
+        64: (Config(64, 32, 8, 2),),
+        128: (Config(64, 32, 8, 2),),
+        256: (Config(32, 16, 8, 2),),
+    },
+    "parts": {
+        64: (Config(64, 64, 4, 3),),
+        128: (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
+        256: (Config(64, 32, 8, 3), Config(64, 32, 8, 2)),
+        512: (Config(64, 16, 8, 2),),
+    },
 }
 LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by the larger width
     4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},
@@ -111,7 +130,7 @@ LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by
 # Without tensor cores, more rows than a few queries have cost time.
 FLOAT32_PARTS = {64: Config(16, 32, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)}
 SMALLEST = Config(16, 16, 8, 1)
-WIDEST = 512
+KERNELS, WIDEST = tuple(HOPPER), 512
 INTERPRETED = Config(128, 128)  # NumPy likes large tiles
 INTERPRETED_PARTS = Config(64, 64)
 
@@ -168,7 +187,7 @@ def fitting(
     """As `choose`, with at most ``limit`` bytes of shared memory."""
     width = max(64, d, dv)
     if itemsize == 2:
-        table = (HOPPER if hopper else AMPERE).get((kernel, width), ())
+        table = (HOPPER if hopper else AMPERE)[kernel].get(width, ())
     else:
         large = FLOAT32_PARTS if (kernel, itemsize) == ("parts", 4) else LARGE_ELEMENTS[itemsize]
         table = filter(None, [large.get(width)])

@@ -9,8 +9,7 @@ A CTA owns a tile of keys. For each tile of queries it visits the query heads of
 FUSED also adds dq += scale ds k by float32 atomics. If an owner has no whole group,
 `sum_heads_kernel` sums the parts.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2; one CTA for each query head:
-TensorAuto/OpenTau, pull request 376.
+Source of one CTA for each query head: TensorAuto/OpenTau, pull request 376.
 """
 
 import triton

@@ -1,7 +1,5 @@
-"""The dq kernel: one CTA for each (tile of queries, head), three MMAs for each tile of keys.
-
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). Without
-atomics: jax-ml/jax-triton, pull request 177.
+"""The dq kernel: one CTA for each (tile of queries, head), three MMAs for each tile of keys. Source
+of the kernel without atomics: jax-ml/jax-triton, pull request 177.
 """
 
 import triton

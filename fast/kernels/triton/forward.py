@@ -1,9 +1,7 @@
 """The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the
 spans of its work tile.
 
-The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA.
-
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691)."""
+The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA."""
 
 import triton
 import triton.language as tl

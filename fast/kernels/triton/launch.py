@@ -168,7 +168,7 @@ def dkdv(
     RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
-        refuse_atomics()
+        _refuse_atomics()
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dkdv" if dq is None else "fused", q, v, cells, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
@@ -188,8 +188,7 @@ def dkdv(
         run(dkdv_kernel, ctas, config, arguments, l2_heads, strided, options)
 
 
-def refuse_atomics() -> None:
-    """Raise RuntimeError, or warn if PyTorch only warns."""
+def _refuse_atomics() -> None:
     message = (
         'backward="fused" adds to dq in any order except on Hopper, but '
         "torch.use_deterministic_algorithms(True) is set"

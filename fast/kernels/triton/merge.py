@@ -1,7 +1,4 @@
-"""The merge kernel: `merge` in one pass over memory, possibly in place.
-
-Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
-"""
+"""The merge kernel: `merge` in one pass over memory, possibly in place."""
 
 import triton.language as tl
 

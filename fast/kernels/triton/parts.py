@@ -215,11 +215,18 @@ def forward_in_parts(
     max_logits: Tensor | None = None,
 ) -> None:
     """As `launch.forward`, in parts of the keys."""
-    merge_parts(*sum_parts(q, k, v, cells.mask, scale, max_logits), out, lse, k.shape[2])
+    outs, lses = sum_parts(q, k, v, cells.mask, scale, max_logits)
+    (b, t, h, dv), key_heads = out.shape, k.shape[2]
+    share, config = h // key_heads, INTERPRETED_MERGE if launch.INTERPRETED else MERGE
+    options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}
+    options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
+    arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h, share)
+    ctas = -(-b * t * h // config.rows)
+    launch.run(merge_parts_kernel, ctas, config, arguments, key_heads, (out, lse), options)
 
 
 def sum_parts(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return out (parts, rows, dv) and lse (parts, rows). Rows: batches x key heads x queries x
     heads of a group."""
@@ -245,14 +252,3 @@ def sum_parts(
     arguments = (*tensors, *table[:2], scale, *sizes)
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     return outs, lses
-
-
-def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
-    (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
-    config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {"DV": dv, "ACC": launch.triton_dtype(lses.dtype)}
-    options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
-    arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h, share)
-    ctas = -(-b * t * h // config.rows)
-    launch.run(merge_parts_kernel, ctas, config, arguments, key_heads, (out, lse), options)

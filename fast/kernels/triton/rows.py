@@ -276,7 +276,7 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 
 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
-    """Write copy = x; with ``states`` (int8, for each token) where it is 1, and 0 where it is 0."""
+    """Launch `copy_kernel`; ``states`` is int8."""
     if x.shape[3] == 1 and states is None:
         copy_statistic(_of_heads(x), _of_heads(copy))
         return
@@ -292,7 +292,7 @@ def zero_rows(x: Tensor) -> None:
 
 
 def copy_statistic(x: Tensor, result: Tensor, rows: Tensor | None = None) -> None:
-    """Write result (b, h, n) = x, or x[:, :, rows] (int64). Strides may be any."""
+    """Launch `statistic_kernel`; ``rows`` is int64."""
     _run_statistic_kernel(x, result, rows, masked=False)
 
 

@@ -1,6 +1,4 @@
-"""The delta kernel: delta = rowsum(dout * out) - dlse, for the backward.
-
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691)."""
+"""The delta kernel: delta = rowsum(dout * out) - dlse, for the backward."""
 
 import triton
 import triton.language as tl

@@ -8,8 +8,7 @@
     canon bench plans        no GPU: dispatch plans
     canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal. TFLOP/s count visible cells: forward 4 h d
-area, backward 2.5 times that.
+TFLOP/s count visible cells: forward 4 h d area, backward 2.5 times that.
 """
 
 import argparse
@@ -109,14 +108,8 @@ def run(options: argparse.Namespace) -> int:
     for name, value in more.items():
         console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
     console.print(f"record: {_record_path(options)}", markup=False)
-    return DISAGREES if any(map(_wrong, rows)) else 0
-
-
-def _wrong(row: dict) -> bool:
-    """Return whether Canon failed."""
-    return "failed" in row and (
-        row.get("peer") is False or row.get("contender", "").startswith("canon")
-    )
+    of_canon = lambda row: row.get("peer") is False or row.get("contender", "").startswith("canon")
+    return DISAGREES if any("failed" in row and of_canon(row) for row in rows) else 0
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
@@ -138,7 +131,9 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
     names = ("rounds", "only", "cold")
     given = {name: getattr(options, name) for name in names if name in options}
     settings = Settings(getattr(torch, options.dtype), device, **given)
-    found = _shapes(options, module)
+    found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
+    for shape in found if hasattr(module, "check") else ():
+        module.check(shape)
     if not several:
         return _by_shape(module, found, settings), settings
     (count,) = options.ranks if options.ranks and len(options.ranks) == 1 else (None,)
@@ -149,13 +144,6 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         )
     program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
     return module.on_ranks(program, count), settings
-
-
-def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
-    found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
-    for shape in found if hasattr(module, "check") else ():
-        module.check(shape)
-    return found
 
 
 def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings) -> Batches:
@@ -175,10 +163,6 @@ def _record_path(options: argparse.Namespace) -> Path:
 
 def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
     more |= {"dtype": options.dtype} if "dtype" in options else {}
-    record.write(_record_path(options), _command(options), rows, **more)
-
-
-def _command(options: argparse.Namespace) -> str:
-    names = SUBJECTS[options.what][1].split()
-    given = {name: getattr(options, name) for name in names}
-    return record.command("canon", "bench", options.what, **given)
+    given = {name: getattr(options, name) for name in SUBJECTS[options.what][1].split()}
+    command = record.command("canon", "bench", options.what, **given)
+    record.write(_record_path(options), command, rows, **more)

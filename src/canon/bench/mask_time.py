@@ -61,8 +61,8 @@ def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
         "widths": (shape.d, shape.d),
         "batch": shape.b,
         "dtype": dtype,
+        "device": device or Gpu(*H200),
     }
-    given["device"] = device or Gpu(*H200)
     rows: list[dict[str, Any]] = []
     call = None if device is None else _both_passes(shape, dtype, device)
     for case, measure in (

@@ -27,11 +27,11 @@ HISTOGRAM = (  # shortest, longest, documents
 )
 
 
-def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
+def sampled_packs(tokens: int, count: int) -> list[list[int]]:
     """Return the cu_seqlens of ``count`` packs. Raises ValueError."""
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
-    ends, order = _shuffled(tokens, seed)
+    ends, order = _shuffled(tokens)
     if count > len(order):
         raise ValueError(
             f"the distribution fills {len(order)} packs of {tokens} tokens, not {count}"
@@ -40,13 +40,13 @@ def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]
 
 
 @lru_cache(maxsize=4)
-def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _shuffled(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     middles, documents = np.array(
         [((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]
     ).T
     whole, rest = np.divmod(np.repeat(middles, documents), tokens // 4)
     pieces = np.concatenate([np.full(whole.sum(), tokens // 4), rest[rest > 0]])
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(42)
     rng.shuffle(pieces)
     ends = np.cumsum(pieces)
     order = np.arange(ends[-1] // tokens)

@@ -34,8 +34,8 @@ LARGEST_SCORES = 1 << 28  # cells of all heads, for "SDPA mask"
 def contenders(shape: Shape, settings: Settings) -> list[Contender]:
     """Return Canon and the peers for this mask."""
     device = settings.device
-    found = [*_canon(shape, settings), *_torch(shape, device)]
-    return listed([*found, *_dense(shape, device), *_flash4(shape, device)], settings)
+    found = [*_canon(shape, settings), *_torch(shape, device), *_flash4(shape, device)]
+    return listed(found, settings)
 
 
 def installed() -> dict[str, str]:
@@ -100,6 +100,8 @@ def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
         for backend in SDPA:
             yield Contender(f"SDPA {SDPA[backend]}", partial(sdpa, backend, shape))
     yield Contender("FlexAttention", partial(flex, shape, device))
+    if shape.b * shape.h * shape.n * shape.keys <= LARGEST_SCORES:
+        yield Contender("SDPA mask", partial(_masked_sdpa, shape, device))
 
 
 def sdpa(backend: str, shape: Shape) -> Attend:
@@ -108,31 +110,26 @@ def sdpa(backend: str, shape: Shape) -> Attend:
 
     given = {"is_causal": shape.kind == "causal", "enable_gqa": shape.h != shape.g}
 
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    def attend(*tensors):
         # by its name each time: torch's context parallel replaces it
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
-        return out.transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(*tensors, **given)
 
-    return attend
+    return _heads_first(attend)
 
 
-def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
-    if shape.b * shape.h * shape.n * shape.keys <= LARGEST_SCORES:
-        yield Contender("SDPA mask", partial(_masked_sdpa, shape, device))
+def _heads_first(attend: Attend) -> Attend:
+    return lambda *tensors: attend(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
 
 def _masked_sdpa(shape: Shape, device: torch.device) -> Attend:
     seen, repeated = shape.mask.dense().to(device), shape.h // shape.g
 
     def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        return out.transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    return attend
+    return _heads_first(attend)
 
 
 def _varlen(shape: Shape, device: torch.device) -> Attend:
@@ -172,13 +169,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
         seen = visible(shape, device)
         block_mask = make(seen, None, None, shape.n, shape.keys, device=device.type)
     compiled = torch.compile(flex_attention, dynamic=False)
-
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=shape.h != shape.g)
-        return out.transpose(1, 2)
-
-    return attend
+    return _heads_first(partial(compiled, block_mask=block_mask, enable_gqa=shape.h != shape.g))
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:

@@ -16,10 +16,8 @@ LARGE = 1024, 10_000_000  # ranks, tokens
 
 def measure(counts: list[int] | None, packs: int) -> list[dict]:
     """Return a row for each number of ranks, by default also for a large pack."""
-    rows = []
-    for ranks in counts or [8, 16, 32, 64]:
-        tokens = TOKENS * ranks
-        rows.append(_row("packs", ranks, sampled_packs(tokens, packs)))
+    some = counts or [8, 16, 32, 64]
+    rows = [_row("packs", ranks, sampled_packs(TOKENS * ranks, packs)) for ranks in some]
     if not counts:
         ranks, tokens = LARGE
         rows.append(_row("a large pack", ranks, sampled_packs(tokens, 1)))

@@ -21,7 +21,9 @@ def zigzag_function() -> Callable[..., Any] | None:
     """Return zigzag attention, or None where it is not installed."""
     try:
         _provide_kernels()
-        sys.modules.setdefault("ring_flash_attn.adapters", _adapters())
+        adapters = ModuleType("ring_flash_attn.adapters")
+        adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+        sys.modules.setdefault(adapters.__name__, adapters)
         module = importlib.import_module("ring_flash_attn")
     except ImportError:
         return None
@@ -95,9 +97,3 @@ def _provide_kernels() -> None:
     module._flash_attn_forward, module._flash_attn_backward = forward, backward
     module._flash_attn_varlen_forward = module._flash_attn_varlen_backward = None
     sys.modules["flash_attn.flash_attn_interface"] = module
-
-
-def _adapters() -> ModuleType:
-    module = ModuleType("ring_flash_attn.adapters")
-    module.substitute_hf_flash_attn = module.update_ring_flash_attn_params = None
-    return module

@@ -21,6 +21,7 @@ from canon.bench.measuring import Settings
 from canon.bench.peers import SDPA, sdpa
 from canon.bench.shapes import Shape
 from canon.masks.layout import Layout
+from canon.ranks.group import TOKENS_HEADS
 from canon.testing.deterministic import deterministic
 
 MAGI: dict[str, dict[str, Any]] = {  # names of the records
@@ -95,8 +96,8 @@ def _over_meshes(shape: Shape, ranks: int, settings: Settings) -> Iterator[Sched
         for name in functions if heads < ranks else ["strided"]:
             full_name = f"mesh {ranks // heads} x {heads}, {name} zigzag"
             if dist.is_initialized() and settings.wants(full_name):
-                names = ("tokens", "heads")
-                mesh = dist.init_device_mesh(kind, (ranks // heads, heads), mesh_dim_names=names)
+                mesh_shape = ranks // heads, heads
+                mesh = dist.init_device_mesh(kind, mesh_shape, mesh_dim_names=TOKENS_HEADS)
                 attend = partial(functions[name], mask=shape.mask, layout=layout, group=mesh)
                 yield Schedule(full_name, layout, attend)
 

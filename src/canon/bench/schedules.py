@@ -87,16 +87,12 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
-        _refuse_impossible(row)
+        if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
+            row["exposed_failed"] = (
+                f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed "
+                "the host"
+            )
     return rows
-
-
-def _refuse_impossible(row: dict) -> None:
-    if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
-        row["exposed_failed"] = (
-            f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
-            "host"
-        )
 
 
 def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
@@ -109,7 +105,6 @@ def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result of ``call``, or the reason if it fails on any rank."""
     result: dict[str, Any] = {}
     error = ""
     try:
@@ -122,14 +117,14 @@ def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> 
     return result if fine.item() else {"failed": error or "another rank failed"}
 
 
-def _shards(each: Schedule, shape: Shape, settings: Settings) -> list[Tensor]:
-    rank = dist.get_rank() if each.layout.ranks > 1 else 0
-    return [each.layout.shard(x, rank) for x in shape.inputs(settings.dtype, settings.device)]
+def _leaves(each: Schedule, shape: Shape, settings: Settings) -> tuple[list[Tensor], Tensor]:
+    rank, inputs = dist.get_rank(), shape.inputs(settings.dtype, settings.device)
+    *leaves, dout = (each.layout.shard(x, rank % each.layout.ranks) for x in inputs)
+    return [x.requires_grad_() for x in leaves], dout
 
 
 def _agrees(each: Schedule, shape: Shape, judge: Judge, settings: Settings) -> dict[str, Any]:
-    q, k, v, dout = _shards(each, shape, settings)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves, dout = _leaves(each, shape, settings)
     out, lse = each.attend(*leaves, return_lse=True)
     gradients = torch.autograd.grad(out, leaves, dout)
     full = [each.layout.unshard(x.detach()) for x in (out, *gradients)]
@@ -138,8 +133,7 @@ def _agrees(each: Schedule, shape: Shape, judge: Judge, settings: Settings) -> d
 
 
 def _ready(each: Schedule, shape: Shape, settings: Settings) -> dict[str, Any]:
-    q, k, v, dout = _shards(each, shape, settings)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves, dout = _leaves(each, shape, settings)
     forward = partial(torch.no_grad()(each.attend), *leaves)
     both = partial(both_passes, each.attend, leaves, dout)
     exposed, peak = _exposed(both, settings.device), peak_mb(both, settings.device)

@@ -60,7 +60,6 @@ class Shape:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The lengths of packed documents."""
         if self.kind not in PACKED:
             return []
         ends = PACKED[self.kind](self.n, *self.numbers)

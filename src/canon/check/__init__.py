@@ -1,1 +1,1 @@
-"""`canon check`: the cases, the runs on several ranks, random draws and the report."""
+"""`canon check`: the cases, the runs, random draws and the report."""

@@ -98,9 +98,6 @@ class Trial:
             yield slice(size * i, min(size * (i + 1), self.tokens))
 
 
-# --- the rows
-
-
 def _whole(x: Trial) -> Iterator[Part]:
     yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
@@ -173,9 +170,6 @@ def _rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
             rows += [Row(name, function, compute, count, promised) for count in several]
     name = "decoding, keys on ranks"
     return rows + [Row(name, "decode_attention", _decode, count) for count in several]
-
-
-# --- the runs
 
 
 _lock = threading.Lock()  # ranks that are threads share inputs and the base

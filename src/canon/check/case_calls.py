@@ -14,6 +14,7 @@ from canon import reference
 from canon.check.cases import DTYPES, OPTIONAL, REPLICATED, TAKE_A_LAYOUT, Case
 from canon.check.inputs import Inputs, placed
 from canon.masks.layout import mask_between
+from canon.ranks.group import TOKENS_HEADS
 from canon.reference import Layout
 from canon.route.checks import accumulate_dtype
 from canon.testing.judge import Attended, AttendedWithSink, Results
@@ -84,9 +85,8 @@ def _mesh(columns: int, kind: str) -> dist.DeviceMesh:
     world, ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
     found, columns = _meshes.setdefault(world, {}), gcd(columns, ranks)
     if columns not in found:
-        names = ("tokens", "heads")
         shape = ranks // columns, columns
-        found[columns] = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
+        found[columns] = dist.init_device_mesh(kind, shape, mesh_dim_names=TOKENS_HEADS)
     return found[columns]
 
 

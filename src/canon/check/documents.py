@@ -47,7 +47,6 @@ class Documents:
         return [0, *accumulate(self.lengths)]
 
     def at_least(self, tokens: int) -> "Documents":
-        """Return the documents, repeated until there are so many tokens."""
         times = max(1, -(-tokens // self.tokens))
         return Documents(self.names * times, self.texts * times)
 

@@ -138,7 +138,6 @@ class Exchange:
 
 
 def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
-    """Return rows (token, its rank, its row there)."""
     rows = [
         (int(token), rank, row)
         for rank, ranges in enumerate(ranges_per_rank)

@@ -47,8 +47,7 @@ def run_groups(
     ]
     try:
         if warming.worth_it(groups[0][1]):
-            parts = [(ranks, part) for ranks, runner in groups for part in _parts(runner)]
-            console.print(warming.warm(parts), highlight=False)
+            console.print(warming.warm(groups), highlight=False)
         for ranks, runner in groups:
             forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
             if forks > 1:
@@ -93,21 +92,16 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> 
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks, 1 for few cases."""
+    """Return the number of forks, 1 if so few cases would not gain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 
 
-def _parts(runner: CaseRunner) -> list[CaseRunner]:
-    starts = range(0, len(runner.cases), PART)
-    return [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
-
-
 def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> None:
     """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
-    fork = multiprocessing.get_context("fork")
+    starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
+    parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
     with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
-        parts = _parts(runner)
         futures = {pool.submit(_run, "threads", ranks, part, {}): part for part in parts}
         try:
             for future in as_completed(futures):

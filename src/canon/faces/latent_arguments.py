@@ -66,7 +66,6 @@ def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
 
 
 def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> int:
-    """Return the width of V, or 0 if the heads do not divide the rows of the weight."""
     rows, heads = up_weight.shape[0], q.shape[-2]
     return 0 if rows % heads else rows // heads - (q.shape[-1] - k_rope.shape[-1])
 

@@ -124,9 +124,6 @@ def _agreed(
     in_order: Callable[..., Callable[..., Any]],
     check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
-    """Check and compare the arguments. Return group, rank, ranks, mask, scale and the function that
-    computes.
-    """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)
     with refused_together(name, group, ranks):

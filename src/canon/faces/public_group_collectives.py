@@ -83,7 +83,6 @@ def _agreed(
     group: Group,
     into: Tensor | None = None,
 ) -> tuple[dist.ProcessGroup | None, int, Sizes]:
-    """Compare the arguments. Return the process group, this rank and the sizes of its cast."""
     group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         plain_tensor(function, x, 0)

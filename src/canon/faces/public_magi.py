@@ -71,10 +71,9 @@ def magi_attention(algorithm: Algorithm):
     return algorithm.bind(magi_attention)
 
 
-def with_casts(
+def _with_casts(
     options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
 ) -> dict[str, Any]:
-    """Return the options with the defaults of ``casts`` and ``own_keys_first``."""
     casts, own_keys_first = checked_casts(options["casts"], options["own_keys_first"])
     if options["rank_invariant"] is True:
         own_keys_first = False
@@ -83,4 +82,4 @@ def with_casts(
 
 REASON = "adds the keys of one cast after another", "with own_keys_first=False or None"
 IN_ORDER = {"casts": ((None, 1), *REASON), "own_keys_first": ((None, False), *REASON)}
-MAGI = declared(magi_attention, resolve=with_casts, contradictions=IN_ORDER, keeps="keep_kv")
+MAGI = declared(magi_attention, resolve=_with_casts, contradictions=IN_ORDER, keeps="keep_kv")

@@ -77,7 +77,6 @@ def striped_attention(algorithm: Algorithm):
 
 
 def _over_own_layout(algorithm: Algorithm, name: str, description: str):
-    """Return the ring function ``name`` of a half, over the layout of its declaration."""
 
     def attention(
         q: Float[Tensor, "*b t h d"],

@@ -75,10 +75,9 @@ def strided_attention(algorithm: Algorithm):
     return algorithm.bind(strided_attention)
 
 
-def with_stride(
+def _with_stride(
     options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
 ) -> dict[str, Any]:
-    """Return the options with the default of ``head_stride``."""
     if options["head_stride"] is not None or layout is None:
         return options
     (b, _, g, d), dv = shapes[1], shapes[2][-1]
@@ -89,5 +88,5 @@ def with_stride(
 
 RING_SUMS = ("scatter",), "adds dk and dv rank after rank", 'with backward_schedule="scatter"'
 STRIDED = declared(
-    strided_attention, resolve=with_stride, contradictions={"backward_schedule": RING_SUMS}
+    strided_attention, resolve=_with_stride, contradictions={"backward_schedule": RING_SUMS}
 )

@@ -1,4 +1,4 @@
-"""transformers' Trainer on sequences that several ranks hold together.
+"""transformers' Trainer on sequences that ranks hold together.
 
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
@@ -136,7 +136,6 @@ class ContextParallelTrainer(Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
-        """Return one loss for each sequence."""
         state = self.accelerator.gradient_state
         short = state.end_of_dataloader and state.remainder > 0
         return losses[: state.remainder] if short else losses

@@ -183,9 +183,6 @@ def _attention_of(
     return partial(attention, layout=layout, group=group, **options)
 
 
-# --- masks
-
-
 @untraced
 def build_mask(
     batch_size: int,
@@ -214,7 +211,11 @@ def build_mask(
             )
         _check_decoder(pattern, config)
         _check_whole(rows, columns)
-        return _narrowed(sharding, pattern, attention_mask)
+        mask = sharding.mask
+        if attention_mask is not None:  # a collective
+            valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
+            mask = padded(mask, valid.bool().cpu())
+        return replace(sharding, mask=mask.windowed(pattern.left, pattern.right))
     masks = own_masks(pattern, batch_size, max(rows.stop, columns.stop), attention_mask)
     return LayerMask([mask.crop(rows, columns) for mask in masks])
 
@@ -264,18 +265,6 @@ def _computes_a_loss(given: dict[str, Any]) -> bool:
     of_transformers = model.loss_function.__module__.startswith("transformers.")
     divided = options.get("num_items_in_batch") is not None or not of_transformers
     return not (divided and options.get("shift_labels") is not None)
-
-
-def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
-    """Narrow a sharding by window and padding (b, t). A collective."""
-    mask = sharding.mask
-    if attention_mask is not None:
-        valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
-        mask = padded(mask, valid.bool().cpu())
-    return replace(sharding, mask=mask.windowed(pattern.left, pattern.right))
-
-
-# --- attention
 
 
 def attend_layer(

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on sequences that several ranks hold together.
+"""TRL's SFTTrainer on sequences that ranks hold together.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
     settings = SFTConfig(packing=True, max_length=65536)

@@ -1,11 +1,8 @@
 """A cast plan: the tokens that each rank sends to and receives from every other rank.
 
-A cast is one all-to-all exchange of K and V; there is none if no rank needs another's:
-
-    casts=1, own_keys_first=False    step 0: own keys and cast 0
-    casts=2, own_keys_first=True     step 0: own keys        step 1: cast 0        step 2: cast 1
-
-The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
+A cast is one all-to-all exchange of K and V; there is none if no rank needs another's. Picture:
+`canon.reference.magi`. The buffer of a step holds first the rank's own keys, if used, then the
+received ones by source.
 """
 
 from collections.abc import Callable, Sequence

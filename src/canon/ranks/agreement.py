@@ -223,7 +223,6 @@ class GroupState:
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Name the fields and ranks that differ."""
         fields = {
             name: value if isinstance(value, str) else repr(value)
             for name, value in versioned(call.fields)

@@ -2,10 +2,8 @@
 
 A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
 all ranks, or this process alone without torch.distributed. Attention exchanges heads inside the
-rows of a DeviceMesh ("tokens", "heads"); for other functions it is the group of its ranks.
-
-    T = 2, H = 3        row 0: ranks 0 1 2        column 0: ranks 0 3
-                        row 1: ranks 3 4 5        column 1: ranks 1 4, ...
+rows of a DeviceMesh ("tokens", "heads"); for other functions it is the group of its ranks. Picture:
+`canon.reference.mesh`.
 """
 
 import os

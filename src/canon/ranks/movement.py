@@ -9,11 +9,7 @@
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
 W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
-`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank:
-
-    labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
-    shift_labels                             a1 -100 b1 b2 b3 -100
-    position_ids                             0 1 0 1 2 3
+`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank.
 """
 
 import warnings
@@ -131,7 +127,6 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis, in order, in float32 or float64."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand

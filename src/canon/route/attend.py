@@ -1,9 +1,5 @@
-"""The one route of every attention function, from a public call to the passes of its algorithm.
-
-ring_attention(q, k, v, ...)       public signature and docstring, bound to both halves
-attend(algorithm, (q, k, v), ...)  autocast, one look-up of the `Call`, agreement, sink
-Attention.forward                  an autograd Function; a traced program takes an operator
-algorithm.forward(call, q, k, v)   the algorithm of a half
+"""The one route of every attention function, from a public call to the passes of its algorithm
+(`canon.reference` lists the steps). A traced program takes an operator.
 """
 
 from collections.abc import Sequence
@@ -128,7 +124,6 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, place: Place,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     is_default = layout is None
     first = masks[0] if masks else None

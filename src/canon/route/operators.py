@@ -169,7 +169,6 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
-    """Allocate rows (b, g, d + dv) for ``count`` tokens."""
     b, _, g, d = batched(k)[0].shape
     return k.new_empty(count, b, g, d + v.shape[-1])
 

@@ -116,7 +116,6 @@ def prepared_call(
 def _place(
     declaration: Declaration, mask: Mask, layout: Layout | None, rank: int | None, mesh_heads: int
 ) -> Place:
-    """Return the rank, by default this process's."""
     if declaration.is_local:
         if layout is not None or rank not in (None, 0) or mesh_heads != 1:
             raise ValueError(

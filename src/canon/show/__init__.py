@@ -1,3 +1,3 @@
-"""Pictures of masks, layouts and plans. Each function returns the figure.
+"""Pictures of masks, layouts and plans.
 
 `Mask.plot`, `Layout.plot` and `canon show` call them. They need matplotlib."""

@@ -10,9 +10,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import ConstexprFunction
 
 
-class Aggregate:
-    """A value with named fields."""
-
+class _Aggregate:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.value if isinstance(value, gl.constexpr) else value)
 
@@ -25,7 +23,7 @@ def is_aggregate(value: Any) -> bool:
 @cache
 def python_class(
     real: type, as_function: Callable[[GluonJITFunction], Callable]
-) -> type[Aggregate]:
+) -> type[_Aggregate]:
     """Return a class with the constructor and methods of an aggregate."""
     declared = inspect.getclosurevars(real.__new__).nonlocals["cls"]
     constructor = declared.__init__
@@ -35,4 +33,4 @@ def python_class(
     for name, member in vars(declared).items():
         if isinstance(member, GluonJITFunction):
             members[name] = partialmethod(as_function(member))
-    return type(declared.__name__, (Aggregate,), members)
+    return type(declared.__name__, (_Aggregate,), members)

@@ -181,9 +181,7 @@ def in_steps(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None) -> to
     return total
 
 
-class Product:
-    """A wgmma in flight: a @ b + accumulator."""
-
+class _Product:
     def __init__(self, a: Any, b: Shared, before: Any, shape: list[int]):
         self.a, self.b, self.before, self.shape = a, b, before, shape
         self.place, self.value, self.taint = Place(), None, None
@@ -230,7 +228,7 @@ class Product:
 class Pending(Tensor):
     """The result of a wgmma in flight, for another wgmma or warpgroup_mma_wait only."""
 
-    def __init__(self, product: Product):
+    def __init__(self, product: _Product):
         self.product, self.dtype, self.memory = product, gl.float32, None
 
     @property
@@ -251,7 +249,7 @@ class Pending(Tensor):
 def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=True):
     """Multiply float16 or bfloat16 operands, accumulated in float32."""
     me = here()
-    product = Product(a, b, acc if number(use_acc) else None, [a.shape[0], b.shape[1]])
+    product = _Product(a, b, acc if number(use_acc) else None, [a.shape[0], b.shape[1]])
     me.products.append(product)
     if me.program.draws():
         product.compute()

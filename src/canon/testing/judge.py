@@ -18,8 +18,6 @@ at a time, truncated (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVI
 
 **NaN and infinities** reach exactly the cells that see them. The judge compares their places, and
 errors elsewhere. Hidden tokens may hold NaN.
-
-``mask=None`` is causal.
 """
 
 from collections.abc import Callable, Iterable, Iterator

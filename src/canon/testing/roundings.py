@@ -192,7 +192,6 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 

@@ -203,16 +203,16 @@ class _LinearSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, terms, needs):
         rows, accumulate = hidden.flatten(0, -2), accumulate_dtype(hidden.dtype)
-        (tokens, width), columns = rows.shape, weight.shape[0]
+        (tokens, width), vocabulary = rows.shape, weight.shape[0]
         kept = min(tokens, terms.chunk)
-        size = max(1, kept * columns // (BLOCKS * max(kept, width, 1)))
-        blocks = [slice(at, min(at + size, columns)) for at in range(0, columns, size)]
+        size = max(1, kept * vocabulary // (BLOCKS * max(kept, width, 1)))
+        blocks = [slice(at, min(at + size, vocabulary)) for at in range(0, vocabulary, size)]
         dhidden = torch.zeros_like(rows) if needs[0] else None
         dweight, dbias = (
             torch.zeros_like(x, dtype=accumulate) if needed else None
             for x, needed in zip((weight, bias), needs[1:], strict=True)
         )
-        buffer = hidden.new_empty(kept, columns, dtype=accumulate)
+        buffer = hidden.new_empty(kept, vocabulary, dtype=accumulate)
         own = hidden.new_zeros((), dtype=torch.float64)
         unit = terms.unit(accumulate) if terms.weights is not None and tokens else None
         for start in range(0, tokens, terms.chunk):
@@ -220,7 +220,12 @@ class _LinearSum(torch.autograd.Function):
             x, labels = rows[part], terms.labels[part] - terms.first
             logits, factor = buffer[: x.shape[0]], terms.factors(part, accumulate)
             for block in blocks:
-                _project(x, weight, bias, terms.softcap, logits, block)
+                columns = logits[:, block]
+                columns.copy_(_product(x, weight[block].t()))
+                if bias is not None:
+                    columns += bias[block]
+                if terms.softcap is not None:
+                    columns.div_(terms.softcap).tanh_().mul_(terms.softcap)
             lse, target, mean = terms.statistics(logits, blocks, labels)
             loss = lse - (1 - terms.smoothing) * target - terms.smoothing * mean
             loss += terms.z_loss * lse.square()
@@ -261,22 +266,6 @@ class _LinearSum(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = undifferentiable(NO_SECOND_DERIVATIVE, found, *ctx.saved_tensors, *grads)
         return *found, None, None
-
-
-def _project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    softcap: float | None,
-    logits: Tensor,
-    block: slice,
-) -> None:
-    columns = logits[:, block]
-    columns.copy_(_product(x, weight[block].t()))
-    if bias is not None:
-        columns += bias[block]
-    if softcap is not None:
-        columns.div_(softcap).tanh_().mul_(softcap)
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:

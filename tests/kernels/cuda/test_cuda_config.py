@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from canon.fast.kernels.cuda.config import KERNELS, RESERVED, TABLE, choose, shared_bytes
+from canon.fast.kernels.cuda.config import RESERVED, TABLE, choose, shared_bytes
 from canon.fast.kernels.launcher import Gpu
 
 GPUS = {  # the most shared memory of a CTA; an SM has 1 KB more
@@ -19,7 +19,7 @@ WIDTHS = range(16, 257, 16)
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", TABLE)
 def test_every_pair_of_widths_fits_every_gpu(kernel, gpu):
     for d, dv in product(WIDTHS, WIDTHS):
         config = choose(kernel, d, dv, gpu)
@@ -28,7 +28,9 @@ def test_every_pair_of_widths_fits_every_gpu(kernel, gpu):
 
 
 @pytest.mark.parametrize(
-    "config", sorted({c for row in TABLE.values() for c in row}, key=str), ids=str
+    "config",
+    sorted({c for rows in TABLE.values() for row in rows.values() for c in row}, key=str),
+    ids=str,
 )
 def test_tiles_suit_the_kernels_and_rank_invariance(config):
     assert 128 % config.rows == 128 % config.columns == 0, (
@@ -40,7 +42,7 @@ def test_tiles_suit_the_kernels_and_rank_invariance(config):
 
 
 def test_too_little_shared_memory_is_an_error_with_need_limit_and_remedy():
-    need = shared_bytes("dkdv", TABLE["dkdv", 256][-1], 256, 256)
+    need = shared_bytes("dkdv", TABLE["dkdv"][256][-1], 256, 256)
     with pytest.raises(
         ValueError, match=f"needs {need} bytes .* but this GPU has 49152: use backend"
     ):
