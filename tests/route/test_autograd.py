@@ -2,6 +2,7 @@
 derivatives.
 """
 
+import functools
 from functools import partial
 
 import pytest
