@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canon.masks.arguments import flag
 from canon.masks.mask import Mask, Masks
-from canon.ranks.agreement import agree, named_failures, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together, reported
 from canon.ranks.divided_keys import keys_of_all_ranks
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
@@ -128,7 +128,8 @@ def _agreed(
     computes.
     """
     name = "decode_attention"
-    group, rank, ranks = place_in(name, group)
+    with reported(name, group):
+        group, rank, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
         check_tensors(q, k, v)
         check_device(q)
