@@ -138,6 +138,22 @@ def test_wrong_meshes_raise_one_sentence_on_every_rank():
     process_groups.threads(refusals, 6)
 
 
+def wrong_on_rank_1():
+    """Return the error of this rank in a second call, to which one rank passes another mesh."""
+    tensors, layout = [torch.ones(1, 2, 4, 8)] * 3, Layout.contiguous(8, 4)
+    groups = mesh(2, 2), mesh(2, 2, ("dp", "cp"))
+    reference.ring_attention(*tensors, layout=layout, group=groups[0])
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        fast.ring_attention(*tensors, layout=layout, group=groups[dist.get_rank() == 1])
+    return str(raised.value)
+
+
+def test_a_wrong_mesh_of_one_rank_raises_on_the_others():
+    for rank, error in enumerate(process_groups.processes(wrong_on_rank_1, 4, timeout=60)):
+        assert "ring_attention: group is a DeviceMesh with dimensions 'dp', 'cp'" in error
+        assert ("rank 1 raised ValueError" in error) == (rank != 1)
+
+
 DIFFERENT = {  # which ranks pass another mask or another mesh
     "a row": (lambda rank: rank > 1, Mask.full(8), (2, 2), "mask: rank"),
     "a mesh": (lambda rank: rank == 1, Mask.causal(8), (1, 4), "ranks that share the heads: rank"),
