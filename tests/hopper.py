@@ -74,6 +74,14 @@ def in_order(mask):
     return Cells(mask, in_place(mask))
 
 
+def bands_of(spans, band):
+    """Return the bands of a span whose own band is ``band``; none if it is full."""
+    first, stop, *_ = band
+    if stop < 0:  # a chain
+        return [span[2:] for span in spans[first : first - stop]]
+    return [band] if stop else []
+
+
 def new_schedule(cells, traversal, device):
     """Return the tile schedule, not from the cache of plans."""
     return uploaded(tile_schedule.__wrapped__(cells, traversal), device)
@@ -114,7 +122,7 @@ def captured(program):
 def growing(growth, dtype=torch.bfloat16):
     """Return a mask of 9 queries, and q, k and v with scores that grow along the 700 keys."""
     mask = Mask.causal(9, 700)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
+    q, k, v, *_ = inputs(mask, h=4, g=2, dtype=dtype)
     q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
     k[..., 0] = (torch.arange(700, device=DEVICE) // 64 * growth)[None, :, None]
     return mask, q, k, v

@@ -2,6 +2,7 @@
 calls can need.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from canon.fast.local import LOCAL
 from canon.fast.magi import MAGI
 from canon.fast.ring import RING, ZIGZAG
 from canon.route.call import checked_call
+from canon.testing.deterministic import deterministic
 
 pytestmark = pytest.mark.interpreted
 
@@ -116,9 +118,13 @@ def test_warm_up_leaves_the_stamps_of_first_calls():
 
 
 def test_each_new_kind_of_call_asks_once_for_its_kernels(monkeypatch):
-    asked, side = [], LOCAL.side
-    monkeypatch.setitem(vars(side), "compile_for", asked.append)
+    asked = []
+    note = lambda call: asked.append((call.mask, torch.are_deterministic_algorithms_enabled()))
+    monkeypatch.setitem(vars(LOCAL.side), "compile_for", note)
     q, k, v = (torch.zeros(1, 16, heads, 8) for heads in (4, 2, 2))
-    for mask in (None, None, Mask.window(16, left=2), None):
-        fast.attention(q, k, v, mask, scale=0.123)
-    assert [made.mask for made in asked] == [Mask.causal(16), Mask.window(16, left=2)]
+    causal, window = Mask.causal(16), Mask.window(16, left=2)
+    new = [(causal, False), (causal, True), (window, False)]
+    for mask, state in (new[0], *new, new[1], new[0]):
+        with deterministic() if state else nullcontext():
+            fast.attention(q, k, v, mask, scale=0.123)
+    assert asked == new

@@ -16,10 +16,8 @@ from invariant_worlds import same_bits
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask, fast, trees
-from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon import stale_maximum
 from canon.fast.kernels.triton.config import HOPPER, Config, forced
-from canon.masks.plan_cache import PLANS
 
 N = 300
 CAUSAL = Mask.causal(N)
@@ -175,17 +173,3 @@ def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypat
         changed.raw_src = [line.replace("wg.c.KEY_ORDER", "False") for line in changed.raw_src]
         monkeypatch.setattr(stale_maximum, "repeat_tile", changed)
         assert not same_bits(expected, together())
-
-
-@one_of_gluon
-def test_packed_heads_change_no_bit(kind, monkeypatch):
-    """The mask decides how many heads share a tile. Rows of a tile are independent, so it cannot
-    matter.
-    """
-    found = []
-    for pack in (1, 4):
-        PLANS.clear()  # a recording of the first call would replay it
-        monkeypatch.setattr(hopper_launch, "packing", lambda *_, pack=pack: pack)
-        with kernels(kind):
-            found.append(attended(*inputs(kind, h=4), CAUSAL))
-    assert same_bits(*found)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hopper import in_order
+from hopper import bands_of, in_order
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded import DEVICE
@@ -70,25 +70,16 @@ def as_tokens(places, table, width, transposed):
                 return tokens.start + row - start
         raise AssertionError(f"row {row} holds no token")
 
-    def bands(span):
-        _, _, first, stop, *_ = span
-        return (
-            table.spans[first : first - stop, 2:].tolist()
-            if stop < 0
-            else [span[2:]]
-            if stop
-            else []
-        )
-
     found = {}
     for start, stop, first_span, _, end in table.tiles.tolist():
         visits = []
         for span in table.spans[first_span:end].tolist():
+            bands = bands_of(table.spans.tolist(), span[2:])
             for row in range(span[0], span[0] + span[1] * width, width):
                 first = token(row, not transposed)
                 down, right = token(start, transposed) - start, first - row
                 moves = (down, down, right, right, right - down, right - down)
-                moved = [[x + y for x, y in zip(band, moves, strict=True)] for band in bands(span)]
+                moved = [[x + y for x, y in zip(band, moves, strict=True)] for band in bands]
                 visits.append((first, moved))
         found[token(start, transposed)] = (stop - start, visits)
     return found

@@ -55,7 +55,7 @@ def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
 @pytest.mark.parametrize("name", FEW)
 def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
     """Keys that no query sees are NaN."""
-    q, k, v, *_ = inputs(FEW[name], 2, 4, 2, 64, 64)
+    q, k, v, *_ = inputs(FEW[name], 2, 4, 2)
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, FEW[name])
 
 
@@ -68,7 +68,7 @@ def test_widths_and_dtypes(monkeypatch, shape):
 
 def test_sinks_softcaps_scales_packs_and_a_mask_for_each_sequence(monkeypatch):
     mask, ends = FEW["causal"], ENDS["two ranks"]
-    q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
+    q, k, v, *_ = inputs(mask, 2, 4, 2)
     options = dict(softcap=5.0, sink=torch.randn(4, device=DEVICE), scale=-0.2)
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options)
     masks = [mask, FEW["window"].crop(queries=range(17))]
@@ -87,7 +87,7 @@ def test_where_a_maximum_would_rise_the_keys_travel(monkeypatch, growth, travel)
 @pytest.mark.parametrize("start", [0, 384])
 def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, start):
     mask = Mask.causal(5, N)
-    q, k, v, *_ = inputs(mask, 1, 2, 2, 64, 64)
+    q, k, v, *_ = inputs(mask, g=2)
     q[..., 0] = 1.0
     k[:, start : start + 128, :, 0] = value
     found = assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
@@ -100,7 +100,7 @@ def test_where_values_are_not_finite_the_keys_travel(monkeypatch, value):
     rank.
     """
     mask = Mask([Band(0, 2, 11, 62), Band(4, 6, 236, 247), Band(16, 17, 105, 168)], 17, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
+    q, k, v, *_ = inputs(mask, h=4, g=2)
     v[:, 240] = value
     assert not assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
 
@@ -108,7 +108,7 @@ def test_where_values_are_not_finite_the_keys_travel(monkeypatch, value):
 @pytest.mark.parametrize("growth", [0.0, 40.0])
 def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
     """The second sequence ends with the keys of rank 0. With growing scores the keys travel."""
-    q, k, v, *_ = inputs(Mask.full(2, N), 2, 4, 2, 64, 64)
+    q, k, v, *_ = inputs(Mask.full(2, N), 2, 4, 2)
     k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
     q[..., 0] = 1.0
     expected = attend_in_order(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 384)], 2, N)])

@@ -105,7 +105,7 @@ def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
 def test_scores_that_are_not_finite_are_left_to_the_whole_forward(monkeypatch, value):
     """A row whose first visible tile has only -inf has no maximum there."""
     mask = Mask.causal(5, N)
-    q, k, v, *_ = inputs(mask, 1, 2, 2, 64, 64)
+    q, k, v, *_ = inputs(mask, g=2)
     q[..., 0] = 1.0
     k[:, :128, :, 0] = value
     assert assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
@@ -113,7 +113,7 @@ def test_scores_that_are_not_finite_are_left_to_the_whole_forward(monkeypatch, v
 
 def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
     mask = Mask.causal(3, N)
-    q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
+    q, k, v, *_ = inputs(mask, 2, 4, 2)
     k = torch.cat([k, k], -1)[..., :64]
     assert_bits_of_the_whole_forward(
         monkeypatch, q, k, v, mask, softcap=5.0, sink=torch.randn(4, device=DEVICE)

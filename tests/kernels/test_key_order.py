@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from band_strategies import square_masks
-from hopper import HOPPER_ONLY, assert_exact, hopper, in_order, inputs
+from hopper import HOPPER_ONLY, assert_exact, bands_of, hopper, in_order, inputs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sharded import ON_HOPPER
@@ -28,10 +28,7 @@ def visits_of(tiles, spans, columns):
         for row in range(start, stop):
             found[row] = []
             for column, count, *band in spans[first:end]:
-                bands = (
-                    [x[2:] for x in spans[band[0] : band[0] - band[1]]] if band[1] < 0 else [band]
-                )
-                bands = bands if band[1] else [(0, 1 << 30, 0, 1 << 30, -(1 << 30), 1 << 30)]
+                bands = bands_of(spans, band) or [(0, 1 << 30, 0, 1 << 30, -(1 << 30), 1 << 30)]
                 seen = [
                     j
                     for b in bands

@@ -174,27 +174,23 @@ def is_found(sources, backwards):
         return bool(fault.args)
 
 
-def with_fault(folder, right, wrong, name="*.cu"):
-    """Return a folder with the sources, and a fault in those of this name."""
-    sources = folder / "cuda"
-    shutil.copytree(KERNELS, sources)
-    texts = {path: path.read_text() for path in sources.glob(name)}
-    assert any(right in text for text in texts.values())
-    for path, text in texts.items():
-        path.write_text(text.replace(right, wrong))
-    return sources
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, tmp_path):
-    sources = with_fault(tmp_path, *FAULTS[fault])
+    sources = tmp_path / "cuda"
+    shutil.copytree(KERNELS, sources)
+    for path in sources.glob("*.cu"):
+        path.write_text(path.read_text().replace(*FAULTS[fault]))
     assert is_found(sources, False) or is_found(sources, True)
 
 
 @pytest.mark.parametrize("fault", RACES)
 def test_planted_races_are_found(fault, tmp_path):
-    name, *lines = RACES[fault]
-    sources = with_fault(tmp_path, *lines, name)
+    sources = tmp_path / "cuda"
+    shutil.copytree(KERNELS, sources)
+    name, right, wrong = RACES[fault]
+    text = (sources / name).read_text()
+    assert right in text
+    (sources / name).write_text(text.replace(right, wrong))
     with pytest.raises(RuntimeError, match="without a barrier between"):
         verdict(ONE_BUFFER, Mask.causal(100), h=1, options={"sources": sources})
 

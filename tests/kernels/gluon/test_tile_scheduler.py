@@ -57,16 +57,12 @@ def test_every_tile_of_every_head_is_in_the_schedule_once(mask, transposed, full
     traversal = Traversal(128, 64, transposed, heads, pack, 3, 1 << 20, full_first=full_first)
     schedule = tile_schedule(Cells(mask), traversal, CPU)
     work = schedule.work.numpy()
-    assert not work[1:7].any()  # the header has no rows
-    assert work[7] == len(work)  # there are no tickets
     work_tiles = work_tiles_of(schedule).tolist()
     assert len(work_tiles) == schedule.work_tiles
     dense_mask = mask.dense().numpy().T if transposed else mask.dense().numpy()
     seen = dense_mask.any(1)
     times = np.zeros((2, 4, len(seen)), int)
-    for first, stop, batch, head, begin, end, batch_head, column in work_tiles:
-        assert batch_head == 4 * batch + head
-        assert column == work[begin], "the column of the first span"
+    for first, stop, batch, head, begin, end, *_ in work_tiles:
         assert head % pack == 0
         assert end > begin
         times[batch, head : head + pack, first:stop] += 1
