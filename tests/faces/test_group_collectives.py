@@ -20,13 +20,6 @@ from canon.testing import process_groups
 whole = partial(sharded.whole, h=2, g=1)
 
 
-def planned(half, mask, ranks, chunk):
-    """Return a balanced plan. With so few tokens, the default rates would prefer little traffic to
-    balance.
-    """
-    return half.dispatch(mask, ranks, chunk=chunk, cells_per_us=1, tokens_per_us=1000)
-
-
 def attending(half, mask, layout, **options):
     return partial(half.magi_attention, mask=mask, layout=layout, return_lse=True, **options)
 
@@ -146,7 +139,9 @@ def late(monkeypatch):
 @pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 3}])
 def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late, options, keep_kv):
     mask = Mask.documents([0, 5, 24])
-    layout, tensors = planned(half, mask, 3, chunk=2), whole(mask)
+    # with the default rates, a plan of few tokens prefers little traffic to balance
+    layout = half.dispatch(mask, 3, chunk=2, cells_per_us=1, tokens_per_us=1000)
+    tensors = whole(mask)
     attend = attending(half, mask, layout, keep_kv=keep_kv, **options)
     for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3):
         assert_agrees(got, mask, *tensors)

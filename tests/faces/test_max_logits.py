@@ -2,6 +2,8 @@
 and ranks.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from canon.testing import process_groups
 
 N = 60
 MASK = Mask([Band(0, 20, 0, 20, -N, 0), Band(24, N, 30, 50, -30, 0)], N, N)
+near = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
 OPTIONS = dict(scale=-1.3, softcap=3.0, return_max_logits=True)
 
 
@@ -40,7 +43,7 @@ def test_one_rank_returns_the_largest_visible_scores_as_the_last_result(half, re
     q, k, v, dout = inputs()
     q.requires_grad_()
     *results, largest = half.attention(q, k, v, MASK, return_lse=return_lse, **OPTIONS)
-    torch.testing.assert_close(largest, definition(q.detach(), k, MASK), rtol=1e-6, atol=0)
+    near(largest, definition(q.detach(), k, MASK))
     assert largest.dtype == torch.float32
     assert not largest.requires_grad
     assert len(results) == 1 + return_lse
@@ -59,7 +62,7 @@ def test_packed_tensors_masks_of_sequences_and_heads_that_see_nothing(half):
     ]
     assert torch.equal(largest, torch.maximum(*each))
     _, one_by_one = half.attention(q, k, v, (MASK, other), rank_invariant=True, **OPTIONS)
-    torch.testing.assert_close(one_by_one, largest, rtol=1e-6, atol=0)
+    near(one_by_one, largest)
     _, _, nothing = half.attention(q, k, v, Mask([], N, N), return_lse=True, **OPTIONS)
     assert torch.equal(nothing, torch.full((4,), -torch.inf))
 
@@ -90,7 +93,7 @@ def test_all_ranks_return_the_maximum_over_all_ranks(half, name):
         return getattr(half, function)(*shards, mask, **placed, **options, **OPTIONS)[-1]
 
     for largest in process_groups.threads(program, layout.ranks):
-        torch.testing.assert_close(largest, definition(q, k, mask), rtol=1e-6, atol=0)
+        near(largest, definition(q, k, mask))
 
 
 @pytest.mark.usefixtures("replays")
@@ -100,9 +103,7 @@ def test_parts_of_the_keys_and_replays_raise_the_same_maximum(monkeypatch):
     q, k, v, _ = inputs(Mask.causal(300))
     for shift in (0.0, 0.0, 1.0):
         _, largest = fast.attention(q[:, :5] + shift, k, v, mask, **OPTIONS)
-        torch.testing.assert_close(
-            largest, definition(q[:, :5] + shift, k, mask), rtol=1e-6, atol=0
-        )
+        near(largest, definition(q[:, :5] + shift, k, mask))
 
 
 def test_other_chosen_backends_raise():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from compiled import assert_same, compiled_once, inputs, results
 from sampling import covering
+from sharded import OWN_LAYOUTS
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -30,7 +31,6 @@ MASKS, LONG = (
     [Mask.documents([0, *ends, n]) for ends in ([], [5], [7, 9], [1, 2, 20])]
     for n in (TOKENS, TILED)
 )
-OWN_LAYOUTS = ("zigzag_attention", "striped_attention")
 CALLS = [
     ("ring_attention", {}),
     ("zigzag_attention", {"reduce_dtype": torch.bfloat16}),
