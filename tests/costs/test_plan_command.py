@@ -100,6 +100,9 @@ def test_a_model_of_several_hosts_states_that_no_link_was_measured(kinds, capsys
     rows = [{"one_host": kind, "gb_s": 90, "us": 9} for kind in kinds]
     path.write_text(json.dumps({"results": rows}))
     assert main([*SMALL, "--links", str(path)]) == 0
-    assert "by a model, no link between hosts was measured" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    # each function on three meshes
+    assert sum("_attention(" in x for x in printed.splitlines() if x.startswith("│")) == 9
+    assert "by a model, no link between hosts was measured" in printed
     assert main([*SMALL, "--memory", "0.001"]) == 0
     assert "no plan fits" in capsys.readouterr().out
