@@ -94,7 +94,8 @@ def check_tensor(name: str, x: Any) -> None:
     if x.is_nested or dispatch is not getattr(Tensor, "__torch_dispatch__", None):
         kind = "NestedTensor" if x.is_nested else f"{type(x).__name__}, a tensor subclass"
         raise TypeError(f"{name} is a {kind}: pass a plain torch.Tensor")
-    check_differentiation(x)
+    if not torch.compiler.is_compiling():
+        check_differentiation(x)
     if x.layout is not torch.strided or x.is_quantized:
         raise ValueError(
             f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()"
