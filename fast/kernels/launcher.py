@@ -44,8 +44,7 @@ def launch(
 def _repair(kernel: Any) -> None:
     from canon.fast.kernels.interpreter import repair  # only with Triton
 
-    if not repair(kernel):
-        _hash_helpers_first()
+    repair(kernel)
 
 
 @lru_cache(maxsize=1)
@@ -73,6 +72,7 @@ def _launch(
 ) -> "CompiledKernel | None":
     if device.type == "meta":
         return None
+    _hash_helpers_first()  # before a look-up hashes a kernel
     if device.type == "cpu":  # interpreted or simulated
         _repair(kernel)
         kernel[(ctas,)](*arguments, **constants)

@@ -54,6 +54,15 @@ def kernel(monkeypatch):
     return Kernel()
 
 
+def test_a_kernel_is_hashed_after_triton_was_told_the_order(kernel, monkeypatch):
+    """Else it gets another key in the disk cache than in the process that compiled it."""
+    done = []
+    monkeypatch.setattr(launcher, "_hash_helpers_first", lambda: done.append("told"))
+    monkeypatch.setattr(Kernel, "__hash__", lambda kernel: done.append("hashed") or id(kernel))
+    launcher.launch(kernel, 3, GPU, (torch.zeros(8),), D=64)
+    assert done[:2] == ["told", "hashed"]
+
+
 def test_a_second_equal_call_uses_the_compiled_kernel(kernel):
     x, y = torch.zeros(8), torch.zeros(8)
     launcher.launch(kernel, 3, GPU, (x, 5, 0.5), D=64, num_warps=4)
