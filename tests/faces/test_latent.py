@@ -173,3 +173,19 @@ def test_the_check_finds_a_planted_fault(fault, run, write_module):
     assert status == bool(message), printed.out
     assert message in printed.out
     assert "the reference itself" not in printed.out
+
+
+@pytest.mark.parametrize("fault", ["no fault", "up_weight's gradient of one step"])
+def test_the_check_allows_for_the_rounding_of_parts_that_cancel(fault, run, write_module, tmp_path):
+    """The last ranks have a dout of the other sign: the sum of dup_weight is smaller than its
+    parts, which each rank has rounded to bfloat16.
+    """
+    message, method = FAULTS[fault]
+    write_module("faulty_latents", FAULTY.format(fault=method))
+    for name, tokens in ("a", 30), ("b", 1), ("c", 100):
+        (tmp_path / "documents").mkdir(exist_ok=True)
+        (tmp_path / "documents" / name).write_bytes(bytes(range(tokens)) * 4)
+    line = "faulty_latents --documents documents --ranks 4 --dtype bfloat16 --only"
+    status, printed, _ = run(line, "latent_attention/*/full")
+    assert status == bool(message), printed.out
+    assert message in printed.out
