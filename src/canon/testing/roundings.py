@@ -197,4 +197,5 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
 
 
 def rss(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b with the root of the sum of squares in place of the sum."""
     return (a.square() @ b.square()).sqrt()
