@@ -171,3 +171,18 @@ def test_the_check_finds_a_planted_fault(fault, verdicts_of):
     found, printed = verdicts_of(FAULTY, {"fault": method}, options)
     assert found == {"latent_attention": "disagrees" if message else "agrees"}
     assert message in printed
+
+
+@pytest.mark.parametrize("fault", ["no fault", "up_weight's gradient of one step"])
+def test_the_check_allows_for_the_rounding_of_parts_that_cancel(fault, verdicts_of, tmp_path):
+    """The last ranks have a dout of the other sign: the sum of dup_weight is smaller than its
+    parts, which each rank has rounded to bfloat16.
+    """
+    message, method = FAULTS[fault]
+    for name, tokens in ("a", 30), ("b", 1), ("c", 100):
+        (tmp_path / "documents").mkdir(exist_ok=True)
+        (tmp_path / "documents" / name).write_bytes(bytes(range(tokens)) * 4)
+    options = "--documents documents --ranks 4 --dtype bfloat16 --only latent_attention/*/full"
+    found, printed = verdicts_of(FAULTY, {"fault": method}, options)
+    assert found == {"latent_attention": "disagrees" if message else "agrees"}
+    assert message in printed

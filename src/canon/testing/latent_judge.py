@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from canon.testing.judge import EXACT, UNIT, Results, dense, oracle
-from canon.testing.roundings import roundings
+from canon.testing.roundings import roundings, rss
 
 
 class AttendedLatent(NamedTuple):
@@ -88,7 +88,7 @@ def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> Atten
     (h, d), nope = q.shape[-2:], q.shape[-1] - k_rope.shape[-1]
     c, weight = torch.where(latent.isfinite(), latent, 0).double(), up_weight.double()
     keys = keys_of(c, k_rope.double(), weight, h, d)
-    sizes = keys_of(c.abs(), torch.zeros_like(k_rope, dtype=torch.float64), weight.abs(), h, d)
+    sizes = keys_of(c.abs(), k_rope.double(), weight.abs(), h, d)
     sizes = [wide * size + narrow * x.abs() for size, x in zip(sizes, keys, strict=True)]
     sizes[0][..., nope:] = 0  # no rounding changes k_rope
     exact, draw = oracle(q, *keys, dout, *options), torch.Generator().manual_seed(0)
@@ -102,12 +102,9 @@ def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> Atten
     reach = [x + torch.stack(moved).amax(0) for x, *moved in zip(reach, *changes, strict=True)]
     rows = torch.cat([exact.dk[..., :nope], exact.dv], -1).flatten(-2).abs()
     of_rows = torch.cat([reach[3][..., :nope], reach[4]], -1).flatten(-2) + narrow * rows
-    rss = lambda x, y: (x.square() @ y.square()).sqrt()
     dlatent = rss(of_rows, weight) + wide * rows @ weight.abs()
     rows, of_rows, c = (x.flatten(0, -2) for x in (rows, of_rows, c))
     dup_weight = rss(of_rows.mT, c) + wide * rows.mT @ c.abs()
     of_rope, dk_rope = (x[..., nope:] for x in (reach[3], exact.dk))
-    dk_rope = of_rope.square().sum(-2, keepdim=True).sqrt() + wide * dk_rope.abs().sum(
-        -2, keepdim=True
-    )
+    dk_rope = of_rope.norm(dim=-2, keepdim=True) + wide * dk_rope.abs().sum(-2, keepdim=True)
     return AttendedLatent(*reach[:3], dlatent.unsqueeze(-2), dk_rope, dup_weight, *reach[5:])

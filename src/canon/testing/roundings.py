@@ -89,9 +89,9 @@ def roundings(
         if sink is not None:
             share = torch.sigmoid(lse_row - sink)
             through = seen * share * torch.sigmoid(sink - lse_row)  # a (1 - a)
-            linear, rss = _of_sink(p, v, dy, sizes, lse_row, sink)
+            linear, of_rss = _of_sink(p, v, dy, sizes, lse_row, sink)
             dsink += (through * linear).sum((0, 2))
-            dsink_squares += (through * rss).square().sum((0, 2))
+            dsink_squares += (through * of_rss).square().sum((0, 2))
             sizes_of_lse = sizes_of_lse + sink.abs()
             dlse_row = dlse_row / share  # only P has the factor: dlse reaches scores without it
         p = share[..., None] * p
@@ -129,7 +129,7 @@ def _of_sink(p, v, dy, sizes, lse, sink) -> tuple[Tensor, Tensor]:
     through_weight = (dy * out).sum(-1).abs()
     through_weight = through_weight * (2 + lse.abs() + sink.abs() + (p * sizes).sum(-1))
     linear = (dy.abs() * (weights @ v.abs())).sum(-1) + through_weight
-    return linear, (dy * (out.abs() + _rss(p, v))).norm(dim=-1)
+    return linear, (dy * (out.abs() + rss(p, v))).norm(dim=-1)
 
 
 def _wide(
@@ -152,19 +152,19 @@ def _narrow(
     q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float
 ) -> tuple[Tensor, ...]:
     """Return the second table. ``least``: the least size of p and ds in it."""
-    out, out_error = p @ v, _rss(p + least, v)
+    out, out_error = p @ v, rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
     ds = (
         slope * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs()
         + least
     )
     p_ds = slope * p
-    dq = _rss(ds, k) + delta * (p_ds @ k).abs()
+    dq = rss(ds, k) + delta * (p_ds @ k).abs()
     return (
         out_error,
         scale * dq,
-        scale * _rss((ds + p_ds * delta).mT, q),
-        _rss((p + least).mT, dout),
+        scale * rss((ds + p_ds * delta).mT, q),
+        rss((p + least).mT, dout),
     )
 
 
@@ -195,5 +195,6 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 
-def _rss(a: Tensor, b: Tensor) -> Tensor:
+def rss(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b with the root of the sum of squares in place of the sum."""
     return (a.square() @ b.square()).sqrt()
