@@ -30,9 +30,7 @@ class ActiveQueries:
         return self.mask.nbytes + 100 * len(self.ranges)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return x at these queries: a view of one range, a copy of several. ``dim=2`` is for (b,
-        h, t).
-        """
+        """Return x at these queries. ``dim=2`` is for (b, h, t)."""
         if self.in_place:
             return x.narrow(dim, self.ranges[0].start, len(self.ranges[0]))
         indices = query_indices(self, x.device)

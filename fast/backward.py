@@ -13,8 +13,6 @@ RuntimeError, or warns with ``warn_only=True``.
 switch when it runs. The kernel backend chooses by counts of work tiles: `choose_method` of
 `canon.fast.kernels.gluon.method` and `canon.fast.kernels.triton.launch`.
 
-Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs.
-
 Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 

@@ -5,8 +5,7 @@
     rank 2   first maxima |          weights of its keys                      | O += P V -> out
 
 Only the sums depend on the order of keys, so all ranks compute the weights of their keys at once,
-and each continues the sums of the rank before (`canon.fast.kernels.gluon.few_queries`). A row keeps
-the maximum of its first visible tile, wherever that is.
+and each continues the sums of the rank before (`canon.fast.kernels.gluon.few_queries`).
 
 Keys travel instead (`canon.ranks.divided_keys`) where scores would raise a maximum, where scores or
 values are not finite, on other backends than "gluon", and with more than 64 queries or 256 rows

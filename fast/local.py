@@ -1,8 +1,7 @@
 """Compute attention on one rank in one kernel, by the online softmax of `canon.reference.local`.
 
 A mask becomes a work table (`tables/work_tables.py`): tiles that are visible from end to end need
-no mask comparisons. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a
-band that overlap. Few queries over many keys are computed in parts of the keys
+no mask comparisons. Few queries over many keys are computed in parts of the keys
 (`tables/key_parts.py`).
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.

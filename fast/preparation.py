@@ -4,8 +4,7 @@
 look up (`plan_cache.noted_plans`). The first call after ``load`` uploads the tables, and the host
 does not wait (`device_plans`).
 
-A pickle has 32 bytes for each work tile of a Gluon kernel, and 20 for each tile and 32 for each
-span of a Triton kernel.
+A pickle takes about the bytes of these tables.
 
 Source: as `canon.reference.preparation`.
 """

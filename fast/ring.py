@@ -3,8 +3,8 @@ current one.
 
 Algorithm, order of sums and cost are those of `canon.reference.ring`. The differences:
 
-- K and V travel in one message, dk and dv in another, each through two buffers: one is read and
-  sent while the other receives (`messages.BlockRing`).
+- K and V travel in one message, dk and dv in another, each through two buffers
+  (`messages.BlockRing`).
 - From step 1 on, a step computes only the queries that see a key, over the keys from the first to
   the last visible one. A fully masked step only forwards.
 - A kernel merges each part into the running result. Step 0 writes it, and the last merge writes out
@@ -68,9 +68,7 @@ class Ring:
 
 
 class RingStep(Step):
-    """A step of one kind of call, over the ``visible`` keys of rank ``owner``: from the first to
-    the last that a query sees; in step 0 all.
-    """
+    """A step of one kind of call, over the ``visible`` keys of rank ``owner``; in step 0 all."""
 
     def __init__(self, ring: Ring, number: int):
         self.ring, self.number = ring, number

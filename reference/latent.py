@@ -33,7 +33,7 @@ R = h (d - rope + dv) rows:
 A model that projects before `ring_attention` computes 1/n of these projections. So latents pay for
 few tokens a rank: for DeepSeek-V3 forward, at F FLOP/s and B bytes/s, below 2 F / B - 820.
 
-Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's.
+Limits: those of the ring.
 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
 Model (2024), section 2.1.

@@ -24,8 +24,7 @@ Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in 
     backward      q, dout, lse, delta     (n - 1) b t h ((d + dv) e + 8)
                   without the option      (n - 1) b t g (d + dv) E for dk, dv
 
-With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an
-exchange for the whole sequence, twice.
+FLOPs: those of "split". Memory: both tensors of an exchange for the whole sequence, twice.
 
 Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and
 dv travel.

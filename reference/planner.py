@@ -101,7 +101,7 @@ class Chunk:
     own: int
     area: int
     need: int
-    small: bool  # empty, or the short last chunk
+    small: bool
 
 
 Held = list[Chunk]  # the chunks of one rank, or of the sequence, ascending
@@ -231,9 +231,7 @@ def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
 
 # ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Assign the largest chunk first, to a rank with area <= ``limit`` that needs the fewest more
-    keys.
-    """
+    """Assign chunks as the greedy start does, with ``limit`` for areas."""
     slots = len(chunks) // ranks if chunks else 0
     most_full = ranks - sum(chunk.small for chunk in chunks)
     assignment: Assignment = [[] for _ in range(ranks)]

@@ -1,8 +1,7 @@
 """Compile all kernels of a model in its first call, so that no later call waits for a compiler.
 
-A model is all that fixes the variants of its kernels. The first process of a host compiles for all,
-in new interpreters, so scripts need no main guard. CANON_COMPILE_AHEAD=0 disables it: then each
-kernel compiles when it is first used.
+The first process of a host compiles for all, in new interpreters, so scripts need no main guard.
+CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
 """
 
 import os

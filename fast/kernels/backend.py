@@ -53,5 +53,4 @@ class Backend:
 
     @property
     def forward_in_parts(self) -> Callable[..., None]:
-        """Import the forward pass in parts, with the arguments of `forward`."""
         return import_module(self.parts_module).forward_in_parts

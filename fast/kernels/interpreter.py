@@ -98,7 +98,6 @@ def _repair_library() -> None:
                 setattr(holder, name, made.setdefault(id(value), InterpretedFunction(value.fn)))
 
 
-# ---------------------------------------------------------------------- bfloat16
 def widen(bits: np.ndarray) -> np.ndarray:
     """Return the float32 values of uint16 bfloat16 patterns."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -193,7 +192,6 @@ def _looked_up_once(look_up: Callable) -> Callable:
     return np_dtype
 
 
-# ---------------------------------------------------------------------- loop bounds
 def _repair_loop_bounds() -> None:
     from triton.runtime import interpreter
 
@@ -206,7 +204,6 @@ def _repair_loop_bounds() -> None:
     interpreter._patch_lang_tensor = patch_tensor
 
 
-# ---------------------------------------------------------------------- launches
 def _repair_launches() -> None:
     from triton.runtime import interpreter
 

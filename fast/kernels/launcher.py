@@ -1,8 +1,7 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch; `launch` does so once for each `specialization`. For
-plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu`
-or a CPU; their launches do nothing.
+Triton inspects all arguments at each launch; `launch` does so once for each `specialization`.
+Launches on the meta device, for plans made ahead (`meta_stands_for`), do nothing.
 """
 
 import threading
@@ -51,10 +50,9 @@ def _repair(kernel: Any) -> None:
 def _hash_helpers_first() -> None:
     """Let Triton hash each function before the kernels that call it.
 
-    A kernel's key in the disk cache holds the global constants of its helpers. Triton (3.6, 3.7)
-    copies a helper's constants before it hashes the helper, which is when it finds them. So the key
-    would depend on what a process has hashed before, and each process would compile again what
-    another one has compiled.
+    A kernel's key in the disk cache holds the global constants of its helpers, but Triton (3.6,
+    3.7) copies those of a helper before it hashes the helper and finds them. So the key would
+    depend on what a process has hashed before, and other processes would compile again.
     """
     from triton.runtime.jit import DependenciesFinder
 

@@ -11,8 +11,7 @@ over all of them.
 **Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
 above, so that 8 key heads fill the SMs at 8,192 keys. Tiles begin at multiples of their size and
 are visited in order, by the same instructions for all of a tile and a part. So the bits of a query
-depend on the positions of its keys, and not on other queries, sequences or heads, nor on the number
-of SMs.
+depend on the positions of its keys alone.
 
 **Memory.** Scratch, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of
 parts with a visible cell, or 1. The table, a bit for each query and key, takes t s / 8 bytes."""

@@ -91,7 +91,7 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class BlockRing:
-    """Blocks that travel round the ring, through two buffers. An empty block sends no message."""
+    """Blocks that travel round the ring. An empty block sends no message."""
 
     def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
         self.blocks, self.device = blocks, device
@@ -177,9 +177,7 @@ class HeadGroup:
 
 
 class AllGather:
-    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two alternating buffers of
-    W T b (most heads of a step) (d + dv) elements.
-    """
+    """All-gathers of K and V, key heads ``steps[i]`` in step i, into two alternating buffers."""
 
     def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[HeadGroup]):
         self.k, self.v, self.steps = k, v, steps
@@ -206,7 +204,7 @@ class ReduceScatter:
     """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i.
 
     Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype. At
-    most one exchange is in flight, so one buffer receives. Sizes are as in `AllGather`.
+    most one exchange is in flight, so one buffer receives.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):

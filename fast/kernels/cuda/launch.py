@@ -30,7 +30,6 @@ FORWARD = Kernel("forward", pointers=7, strides=14, numbers="fiiiii")
 DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
 DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
 
-# Kernels without MMAs are portable.
 row_statistics = portable.row_statistics
 make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
 choose_method = portable.choose_method

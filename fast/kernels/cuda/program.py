@@ -29,7 +29,6 @@ class Program(NamedTuple):
     folder: Path = FOLDER
 
     def compiled(self) -> bytes:
-        """Return the cubin from the cache, or compile and keep it."""
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
             if path.exists():

@@ -114,7 +114,6 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
     return Buffers(q, dout, lse, delta, published, Ring(k, k_full, free), Ring(v, v_full, free))
 
 
-# ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, group, c):
     """Load Q, lse, dO and delta of every visited tile (the loader); K after the first Q, V after
@@ -170,7 +169,6 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
     )
 
 
-# ------------------------------------------------------------------ the warpgroups
 @gluon.constexpr_function
 def early(columns):
     """Return whether registers suffice to load lse before S^T is issued."""

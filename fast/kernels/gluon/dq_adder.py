@@ -74,7 +74,6 @@ def make_exchange(dtype: gl.constexpr, dq_desc, c):
     return DqExchange(ds, dq, make_barriers(2, 2), make_barriers(2, PARTS), make_barriers(2, 1))
 
 
-# ------------------------------------------------------------------ the warpgroups
 @gluon.jit
 def share_ds(ds, exchange, t, W: gl.constexpr):
     """Write this warpgroup's rows of dS to shared memory."""
@@ -104,7 +103,6 @@ def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
     mbarrier.arrive(exchange.dq_full.index(t % 2), count=1)
 
 
-# ------------------------------------------------------------------ the adder
 @gluon.jit
 def wait_for_ticket(semaphore, predecessor):
     """Wait for the predecessor's ticket. Later TMA operations follow its addition."""

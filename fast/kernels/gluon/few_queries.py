@@ -9,7 +9,7 @@
 depend on the order of tiles: m is the maximum of a row's first visible tile, as long as no P is too
 large. So a CTA computes these tiles, then the weights of its chunk. Where `forward` would raise m,
 a last launch of it computes the whole call (REPEAT). `canon.fast.decode_in_order` runs the kernel
-twice on each rank: for the maxima, then for the weights.
+twice on each rank.
 
 An SM holds two CTAs, so there is no loader: the warpgroup waits for k.free itself.
 

@@ -148,7 +148,6 @@ def launch_sums(
     launch(sums_kernel, all_columns // width, q.device, arguments, **options)
 
 
-# ------------------------------------------------------------------ several ranks
 def write_results(
     o: Tensor,
     sums: Tensor,

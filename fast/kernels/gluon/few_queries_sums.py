@@ -305,7 +305,6 @@ def sums_kernel(
     )
 
 
-# ------------------------------------------------------------------ several ranks
 @gluon.jit(do_not_specialize=["ranks", "stride", "rows", "heads", "tokens"])
 def results_kernel(
     o,

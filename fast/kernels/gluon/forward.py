@@ -84,7 +84,6 @@ from canon.fast.kernels.gluon.tile_ring import (
 )
 
 
-# ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
     """Load K and V of every visited tile, and Q after the first K (the loader)."""
@@ -127,7 +126,6 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
         )
 
 
-# ------------------------------------------------------------------ an MMA warpgroup
 @gluon.jit
 def attend(wg):
     """Compute this warpgroup's rows of every work tile."""

@@ -122,8 +122,7 @@ def forward(
         copy_statistic(even_lse, lse)
 
 
-# ------------------------------------------------------------ few queries, keys of several ranks
-# The steps of `canon.fast.decode_in_order` on a rank.
+# ------------------------------------------------------ the steps of `canon.fast.decode_in_order`
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether there are kernels for such tensors."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)

@@ -1,6 +1,6 @@
 """Soft-caps in the Hopper kernels: a score s becomes softcap * tanh(s / softcap), before the mask.
 
-`tanh.approx.f32` has 11 correct bits, too few for lse. Without a soft-cap (None), nothing is added.
+`tanh.approx.f32` has 11 correct bits, too few for lse.
 """
 
 from triton.experimental import gluon

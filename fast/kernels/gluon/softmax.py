@@ -54,7 +54,6 @@ def empty_state(wg):
     )
 
 
-# ------------------------------------------------------------------ maximum
 @gluon.jit
 def split_by_lane(x):
     """Reshape (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad."""
@@ -86,7 +85,6 @@ def highest_kept(m, l, BN: gl.constexpr):
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
-# ------------------------------------------------------------------ P and its sums
 @gluon.jit
 def powers(s, m, scale_log2, SOFTCAP: gl.constexpr):
     """Return P = 2^(s scale_log2 - m)."""
@@ -112,7 +110,6 @@ def exponentials(s, m, wg, KEEP: gl.constexpr = False):
     return gl.convert_layout(p, operand_layout(wg.DV_PAD)), sums
 
 
-# ------------------------------------------------------------------ rescaling
 @gluon.jit
 def rescale_sums(l, shrink):
     """Return l (M, 4) with its rows multiplied by ``shrink`` (M)."""
@@ -125,7 +122,6 @@ def rescale_output(o, shrink):
     return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))
 
 
-# ------------------------------------------------------------------ results
 # m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the
 # rounding is at most 1/2: a factor of at most 2^0.5.
 LARGEST_MAXIMUM = gl.constexpr(2.0**24)

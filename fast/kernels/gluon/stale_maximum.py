@@ -93,7 +93,6 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
         s = visible_scores(s, wg, tile.at(column), PARTIAL)
-        # P with the maximum as it is
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)

@@ -29,7 +29,6 @@ FIRST_TOKEN, STOP_TOKEN, BATCH, HEAD, FIRST_SPAN, SPANS_END, BATCH_HEAD, FIRST_C
 COLUMN, TILES, ROW_START, ROW_STOP, COLUMN_START, COLUMN_STOP, LO, HI = map(gl.constexpr, range(8))
 
 
-# ------------------------------------------------------------------ claim work tiles
 @gluon.jit
 def first_work_tile():
     """Return this CTA's first work tile."""
@@ -58,7 +57,6 @@ def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexp
     return gl.where(work_tile < end, work_tile, 0)
 
 
-# ------------------------------------------------------------------ publish them to the warpgroups
 @gluon.jit
 def allocate_published(NUMBER: gl.constexpr):
     """Allocate shared memory for NUMBER published work tiles."""
@@ -95,7 +93,6 @@ def receive_after(published, full, done):
     return receive(published.index(b), full.index(b), done // BUFFERS & 1)
 
 
-# ------------------------------------------------------------------ read a work tile and its spans
 @gluon.jit
 def position_of(work, work_tile):
     """Return (first token, stop token, batch, head) of a work tile."""
@@ -139,7 +136,6 @@ def is_partial(work, span):
     return gl.load(work + span + ROW_STOP) != 0
 
 
-# ------------------------------------------------------------------ iterate over visited tiles
 @gluon.jit
 def first_tile(work, work_tile):
     """Return (span, end of the spans, column, tiles left in the span) at the first tile."""

@@ -168,7 +168,6 @@ def _with_tickets(
     return tiles, spans, tickets[expanded(*repeated)[1]]
 
 
-# ------------------------------------------------------------------ masked tokens
 @cached_plan
 def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the keys, or queries, that no band touches."""

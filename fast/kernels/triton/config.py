@@ -1,6 +1,5 @@
-"""Tile sizes of the Triton kernels: the fastest that fits. A CTA owns ``rows`` and visits
-``columns``: queries x keys in "forward" and "dq", else keys x queries. In "parts", rows are pairs
-of a query and a head."""
+"""Tile sizes of the Triton kernels: the fastest that fits. ``rows`` and ``columns`` are those of
+`canon.fast.kernels.gluon.config`; in "parts", rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 """Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included)
-and ceilings. On several ranks wall and host times are those of the slowest rank.
+and ceilings.
 """
 
 import random

@@ -1,8 +1,6 @@
 """Run `canon check --bits`: compare calls with rank_invariant=True with one whole causal call.
 
-    pool of tokens:    384 others | the sequence | 100 others
-
-Each row computes the queries of the sequence again.
+pool of tokens:    384 others | the sequence | 100 others
 """
 
 import argparse

@@ -61,7 +61,6 @@ def run_groups(
 
 
 def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> dict[str, Any]:
-    """Add the results to ``results``, and return it."""
     for case in runner.cases:
         if reason := declined_by(runner.backend, case):
             results[case.name] = _without_run(case.name, "declined", reason)

@@ -1,8 +1,7 @@
 """A cast plan: the tokens that each rank sends to and receives from every other rank.
 
 A cast is one all-to-all exchange of K and V; there is none if no rank needs another's. Picture:
-`canon.reference.magi`. The buffer of a step holds first the rank's own keys, if used, then the
-received ones by source.
+`canon.reference.magi`.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +96,7 @@ class CastPlan:
         )
 
     def keys(self, step: int, rank: int) -> tuple[range, ...]:
-        """Return the tokens in the buffer of a step, in order."""
+        """Return the tokens in the buffer of a step: own ones first, then by source."""
         own = self.layout.ranges_per_rank[rank] if self.holds_own(step) else ()
         cast = self.cast_of(step)
         return own + (

@@ -65,7 +65,6 @@ class Layout(Immutable):
         note_possible(layout)  # it may have divided tensors in another process
         return layout
 
-    # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
         """Return one piece for each rank, larger ones first. Pieces begin at multiples of
@@ -123,7 +122,6 @@ class Layout(Immutable):
         note_possible(together)  # the tensors of each sequence were divided
         return together
 
-    # content
     def __repr__(self) -> str:
         first = "; ".join(
             " ".join(f"{r.start}:{r.stop}:{r.step}" for r in held)
@@ -169,7 +167,6 @@ class Layout(Immutable):
             )
         return self.ranges_per_rank[rank]
 
-    # operations
     def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
         """Return the position of each local token in its own document: int64 [t], on the CPU.
         ``cu_seqlens``: as in `shard_batch`. Raises ValueError unless it ends at ``tokens``.

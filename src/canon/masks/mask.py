@@ -91,7 +91,6 @@ class Mask(Immutable):
         write(mask, "_digest", digest)
         return mask
 
-    # constructors
     @classmethod
     def full(cls, queries: int, keys: int | None = None) -> "Mask":
         """Return the mask in which every query sees every key."""
@@ -226,7 +225,6 @@ class Mask(Immutable):
         bands = chain.from_iterable(mask.bands for mask in masks)
         return cls.of_disjoint(disjoint(bands, MOST_BANDS), *sizes[0])
 
-    # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
         """Return ``documents([0, 2, 5])`` for positions [0, 1, 0, 1, 2]. Positions (b, n) give a
@@ -271,7 +269,6 @@ class Mask(Immutable):
             return tuple(cls.of_disjoint(*block_bands(**one)) for one in batch)
         return cls.of_disjoint(*block_bands(q_blocks, k_blocks, q_valid, k_valid))
 
-    # content
     def __repr__(self) -> str:
         first = ", ".join(map(repr, self.bands[:4])) + (", ..." if len(self.bands) > 4 else "")
         return f"Mask({self.queries} x {self.keys}, {len(self.bands)} bands: {first})"

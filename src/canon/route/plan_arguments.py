@@ -1,5 +1,5 @@
 """Checks and defaults of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`.
-A wrong type raises TypeError, a value that does not fit ValueError.
+Types of errors are those of `canon.route.checks`.
 """
 
 from dataclasses import dataclass

@@ -119,9 +119,6 @@ def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
         register(getattr(ptx, name), stand_in)
 
 
-# The names that kernels use.
-
-
 class _Module:
     def __init__(self, module: ModuleType):
         self._module = module
@@ -174,9 +171,6 @@ def _seen(value: Any, name: str) -> Any:
 _BUILTINS = {**vars(builtins), "range": language.dynamic_range}
 
 
-# Kernels as Python functions.
-
-
 @cache
 def _code(kernel: GluonJITFunction) -> CodeType:
     """Return the code of the kernel's source, which may be a mutant's."""
@@ -206,9 +200,6 @@ def _rebuilt(kernel: GluonJITFunction) -> Callable:
 def _names(code: CodeType) -> set[str]:
     inner = (_names(constant) for constant in code.co_consts if inspect.iscode(constant))
     return set(code.co_names).union(*inner)
-
-
-# Launches.
 
 
 def _argument(value: Any) -> Any:

@@ -18,9 +18,6 @@ from canon.simulator.memory import Access, Allocation, Descriptor, Shared, garba
 from canon.simulator.program import Fault, Place, here
 from canon.simulator.values import Tensor, number
 
-# Barriers and fences.
-
-
 init = lambda mbarrier, count: mbarrier.barrier.init(count)
 
 
@@ -56,9 +53,6 @@ def named_barrier(kind, number):
     program = here().program
     program.named.setdefault(number, NamedBarrier(number)).arrive(stay=kind == "sync")
     program.step()
-
-
-# TMA.
 
 
 @dataclass(eq=False)
@@ -171,9 +165,6 @@ def await_written() -> None:
         late[1]()
 
 
-# wgmma.
-
-
 def in_steps(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
     """Return a @ b + ``total`` in float32, by 16 columns of a: columns of b do not mix."""
     for products in a.unflatten(1, (-1, 16)).transpose(0, 1) @ b.unflatten(0, (-1, 16)):
@@ -269,9 +260,6 @@ def warpgroup_mma_wait(num_outstanding=0, *, deps):
         for x in deps
     ]
     return results[0] if len(results) == 1 else tuple(results)
-
-
-# Partitions.
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):

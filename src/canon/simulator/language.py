@@ -23,8 +23,6 @@ from canon.simulator.values import (
 
 UNDEFINED = -1  # result of a masked integer load without `other`, where it is masked
 
-# Memory.
-
 
 def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
     at, keep = address.data, True if mask is None else tensor(mask).data
@@ -92,9 +90,6 @@ def let_others() -> None:
     here().program.step()
 
 
-# Arithmetic.
-
-
 def where(condition, x, y):
     """`gl.where`."""
     c = tensor(condition)
@@ -141,9 +136,6 @@ def abs(x):
     return Tensor(fitted(builtins.abs(x.data), x.dtype, "abs"), x.dtype, x.taint)
 
 
-# Reductions.
-
-
 def sum(input, axis):
     """`gl.sum`."""
     total = input.data.sum(axis)
@@ -158,9 +150,6 @@ def max(input, axis):
         unknown = input.data.isnan().all(axis)
         result = known.amax(axis).masked_fill(unknown, math.nan)
     return Tensor(result, input.dtype, input.taint)
-
-
-# Shapes.
 
 
 def arange(start, end, layout=None):
@@ -193,16 +182,11 @@ def any_above(x, limit, warpgroup):
     return Tensor(int(above.data.any()), gl.int32, above.taint)
 
 
-# The compiler and the launch.
-
-
 def dynamic_range(*bounds):
     """Yield values where Python's range yields constants."""
     for i in range(*map(number, bounds)):
         yield Tensor(i, gl.int32)
 
-
-# Functions of one line.
 
 zeros = lambda shape, dtype, layout=None: full(shape, 0, dtype)
 full_like = lambda input, value: full(input.shape, value, input.dtype)

@@ -135,9 +135,6 @@ def block(data: Any, kind: Any) -> torch.Tensor:
     return data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=HELD[kind.name])
 
 
-# Types.
-
-
 def type_of(memory: torch.Tensor) -> Any:
     """Return the Triton type of the elements."""
     return next(gl.dtype(name) for name, dtype in MEMORY.items() if memory.dtype is dtype)
@@ -193,9 +190,6 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
     return x
 
 
-# Operators.
-
-
 def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
@@ -241,9 +235,6 @@ def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor) -> to
         if function is operator.mod
         else torch.div(left, right, rounding_mode="trunc")
     )
-
-
-# Pointers.
 
 
 def pointer(memory: torch.Tensor) -> Tensor:

@@ -5,8 +5,8 @@
         maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
         dhidden, dW, dbias                     all-reduce of dhidden over it: 4 c D bytes
 
-Every sum over chunks is float32; float64 for float64 and for the loss. The backward pass multiplies
-the sums for weight and bias by the gradient of the loss, and rounds once.
+The loss is added in float64. The backward pass multiplies the sums for weight and bias by the
+gradient of the loss, and rounds once.
 
 Cost for N tokens of width D: 6 N D V FLOPs. Peak memory in bytes, beyond inputs, gradients and
 results, if D <= V / 32: 1.2 L for L = 4 c V (8 c V) bytes of logits. In 16 bits also 2 D V forward,
