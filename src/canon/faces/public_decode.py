@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canon.masks.arguments import flag
 from canon.masks.mask import Mask, Masks
-from canon.ranks.agreement import agree, named_failures, refused_together, reported
+from canon.ranks.agreement import agree, named_failures, refused_together, report
 from canon.ranks.divided_keys import keys_of_all_ranks
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
@@ -125,8 +125,10 @@ def _agreed(
     check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
     name = "decode_attention"
-    with reported(name, group):
+    try:
         group, rank, ranks = place_in(name, group)
+    except ValueError as error:
+        report(name, group, error)
     with refused_together(name, group, ranks):
         check_tensors(q, k, v)
         check_device(q)

@@ -383,22 +383,18 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def reported(name: str, mesh: Any) -> Iterator[None]:
-    """Report an error about a mesh inside to its ranks, if they have made calls of one group: they
-    may wait there for this rank.
+def report(name: str, mesh: Any, error: ValueError) -> NoReturn:
+    """Raise an error about a mesh, and report it to the ranks of the mesh if they have made calls
+    of one group: they may wait there for this rank.
     """
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(mesh, dist.DeviceMesh):
-            ranks = mesh.mesh.flatten().tolist()
-            for group in list(dist.distributed_c10d._world.pg_map):
-                state = _states.get(group)
-                if state is not None and dist.get_process_group_ranks(group) == ranks:
-                    state.calls += 1
-                    state._fail(name, error)
-        raise
+    if isinstance(mesh, dist.DeviceMesh):
+        ranks = mesh.mesh.flatten().tolist()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            state = _states.get(group)
+            if state is not None and dist.get_process_group_ranks(group) == ranks:
+                state.calls += 1
+                state._fail(name, error)
+    raise error
 
 
 def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str, Any]) -> None:

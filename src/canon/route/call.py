@@ -19,7 +19,7 @@ from canon.masks.arguments import flag
 from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
-from canon.ranks.agreement import GroupState, group_state, refused_together, reported
+from canon.ranks.agreement import GroupState, group_state, refused_together, report
 from canon.ranks.digests import Fields, digest_of
 from canon.ranks.group import ENDED, Group, Mesh, mesh_of, place_in
 from canon.route.algorithm import Algorithm, Declaration, Passes
@@ -278,8 +278,10 @@ def place_of(declaration: Declaration, group: Group) -> Place:
     if declaration.is_local:
         return ALONE
     name = declaration.name
-    with reported(name, group):
+    try:
         mesh = mesh_of(name, group)
+    except ValueError as error:
+        report(name, group, error)
     if mesh is None:
         return Place(*place_in(name, group))
     return Place(*place_in(name, mesh), mesh.columns, mesh)
