@@ -127,6 +127,12 @@ VALUES = [  # parts of the error
         lambda: Mask.block_causal([0, 1], q_valid=[1, 5]),
         "q_valid must hold booleans, 0 or 1, got 5",
     ),
+    (  # those of an image repeat and jump, so they do not count the tokens of a document
+        lambda: Mask.from_position_ids(torch.arange(8).expand(3, 1, 8)),
+        "must be (n,) or (b, n), got a tensor of shape (3, 1, 8)",
+        ": positions (3, b, n) of a vision model do not count",
+        "use Mask.documents(cu_seqlens)",
+    ),
     (
         lambda: Mask.padding([3, 9], 8),
         "lengths[1] must be in 0..8, the tokens of a sequence, got 9",
@@ -158,6 +164,22 @@ VALUES = [  # parts of the error
     (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), "1 q_ranges", "0 types"),
     (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), "q 0:4", "q 2:6"),
     (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), "0:4", "3 queries"),
+    (lambda: MASK.with_blocks([1, 4], [3]), "2 starts and 1 stops: give one of each"),
+    (lambda: MASK.with_blocks([4, 2], [6, 2]), "block 1 needs 0 <= start < stop <= 8", "(2, 2)"),
+    (lambda: MASK.with_blocks([6], [9]), "block 0 needs", "stop <= 8, the tokens of the mask"),
+    (
+        lambda: MASK.with_blocks([4, 1], [6, 5]),
+        "blocks 1 and 0 overlap, (1, 5) and (4, 6): join them",
+    ),
+    (
+        lambda: Mask.causal(3, 8).with_blocks([1], [2]),
+        "with_blocks needs a square mask, got 3 x 8: crop it",
+    ),
+    (
+        lambda: Mask.union(Mask.causal(3, 8), Mask.full(3)),
+        "union needs masks of one size, got 3 x 3, 3 x 8",
+    ),
+    (lambda: Mask.union(), "union needs masks of one size, got no mask"),
     (lambda: Mask.causal(4).crop(range(2, 6)), "range(2, 6)", "4"),
     (lambda: Mask.causal(4).crop(range(3, 0, -1)), "range(3, 0, -1)"),
     (lambda: Mask.causal(4).crop(range(0, 4, 2), range(4)), "2", "1"),
@@ -183,6 +205,7 @@ TYPES = [  # parts of the error
     (lambda: Mask.ranges([(0, 3)], [(0, 3)], ["inv_causal"]), "'inverse_causal'", "'inv_causal'"),
     (lambda: Mask.concat(MASK), "masks must be a sequence of Masks"),
     (lambda: Mask.concat([MASK, 3]), "masks[1] must be a Mask, got 3"),
+    (lambda: MASK.with_blocks([1.0], [3]), "starts[0] must be a whole number, got 1.0"),
     (lambda: MASK.crop(slice(0, 2)), "crop: queries must be a range"),
     (lambda: Layout([[0, 1], [2, 3]], 4), "ranges_per_rank[0][0] must be a range, got 0"),
     (
