@@ -73,17 +73,6 @@ def test_a_block_causal_mask_has_the_cells_of_its_definition_in_few_tight_bands(
     assert len(mask.bands) <= runs_of_cells(expected)
 
 
-@given(sides())
-def test_invalid_tokens_are_those_with_ids_out_of_reach(blocks):
-    q, k, q_valid, k_valid = blocks
-    of_sides = (q, q_valid, -(10**15)), (q if k is None else k, k_valid, 10**15)
-    ids = [
-        [x if valid else far for x, valid in zip(side, flags or [True] * len(side), strict=True)]
-        for side, flags, far in of_sides
-    ]
-    assert Mask.block_causal(*ids) == Mask.block_causal(*blocks)
-
-
 def test_stairs_are_one_band_and_padding_in_the_middle_costs_a_few():
     """With ascending ids and a hole, the queries after the hole see all keys before it as one
     rectangle.
