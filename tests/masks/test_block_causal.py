@@ -2,8 +2,6 @@
 found.
 """
 
-import re
-
 import pytest
 import torch
 from band_strategies import check
@@ -102,10 +100,3 @@ def test_bands_raise_exactly_if_two_share_a_cell(numbers):
             Mask(bands, 12, 12)
     else:
         assert torch.equal(Mask(bands, 12, 12).dense(), covered.bool())
-
-
-def test_two_bands_that_meet_below_the_end_of_the_one_between_them_are_found():
-    left, between, right = Band(0, 9, 0, 9, -1, 0), Band(0, 3, 5, 6), Band(0, 9, 7, 8)
-    assert len(Mask([left, between], 9, 9).bands) == 2
-    with pytest.raises(ValueError, match=re.escape(f"share cells: {left} and {right}")):
-        Mask([left, between, right], 9, 9)
