@@ -33,7 +33,7 @@ def warnings_of(program):
     return [str(each.message) for each in found if str(each.message).startswith("canon:")]
 
 
-def warned(name, layout, mask, change, implementation="canon"):
+def warned(name, layout, mask, change, implementation="canon", passes=1):
     """Run a model inside `sharded` on this rank's part, after ``change``, and return warnings."""
     ids, model = tokens(N), tiny(name, implementation)
     part = layout.shard_batch({"input_ids": ids, "labels": ids}, dist.get_rank(), mask)
@@ -45,7 +45,7 @@ def warned(name, layout, mask, change, implementation="canon"):
         with sharded(mask, layout, half="reference"):
             sequence_loss(model(**part, use_cache=False).logits, labels)
 
-    return warnings_of(step)
+    return warnings_of(lambda: [step() for _ in range(passes)])
 
 
 def unchanged(part, labels, model):
@@ -54,6 +54,10 @@ def unchanged(part, labels, model):
 
 def without_positions(part, labels, model):
     del part["position_ids"]
+
+
+def with_restarts(part, labels, model):
+    part["position_ids"] = ZIGZAG.document_positions(dist.get_rank(), ENDS)[None]
 
 
 def with_labels(part, labels, model):
@@ -80,6 +84,7 @@ CASES = {
     "without Canon": ("Llama", ZIGZAG, CAUSAL, unchanged, "eager"),
     "labels": ("Llama", ZIGZAG, CAUSAL, with_labels),
     "mean": ("Llama", ZIGZAG, CAUSAL, with_mean),
+    "restarts": ("Llama", ZIGZAG, None, with_restarts, "canon", 2),  # of documents on rank 1
     "positions of halves": ("Llama", HALVES, PACKED, without_positions),
     **{name: (name, ZIGZAG, CAUSAL, without_positions) for name in MODELS},
 }
@@ -91,6 +96,7 @@ CORRECT = [
         for mask in (CAUSAL, PACKED)
     ),
     ("Llama", HALVES, Mask.documents([0, 24, N]), without_positions),  # a document on each rank
+    ("Llama", ZIGZAG, None, unchanged),
     ("Llama", ZIGZAG, CAUSAL, with_sum),
     ("Llama", ZIGZAG, CAUSAL, with_own_loss),
 ]
@@ -136,10 +142,17 @@ def test_a_mistake_warns_once_on_each_rank(case, expected):
         assert re.search(expected, message)
 
 
-def test_positions_that_count_from_0_are_right_on_the_rank_of_the_first_tokens():
-    first, second = found()[0]["positions of halves"]
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("positions of halves", COUNTED),
+        ("restarts", "a document sees those before it: pass Mask.documents"),
+    ],
+)
+def test_positions_warn_on_the_rank_that_can_see_the_mistake(case, expected):
+    first, (message,) = found()[0][case]
     assert first == []
-    assert COUNTED in second[0]
+    assert expected in message
 
 
 def test_correct_programs_do_not_warn():

@@ -4,7 +4,6 @@ process and on several.
 
 import copy
 import functools
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -95,34 +94,6 @@ def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
             ValueError, match="position_ids restart at a token that sees the one before it"
         ):
             tiny(name, "canon")(**packed, use_cache=cached)
-
-
-def warnings_of_restarts():
-    """Return how often this rank warns in three passes: with the mask of the documents, and twice
-    without it.
-    """
-    model, layout, found = tiny("Llama", "canon"), Layout.zigzag(N, 2), []
-    part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank(), ENDS)
-    text = "a document sees those before it: pass Mask.documents"
-    for mask in (Mask.documents(ENDS), None, None):
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.simplefilter("always")
-            with sharded(mask, layout, half="reference"):
-                model(**part, use_cache=False)
-        found.append(sum(text in str(warning.message) for warning in raised))
-    return found
-
-
-def test_sharded_without_a_mask_warns_once_if_positions_restart():
-    """Rank 0 holds tokens 0 to 12 and 37 to 48 of documents that begin at 0, 19 and 30, rank 1 the
-    others.
-    """
-    assert process_groups.processes(warnings_of_restarts, 2) == [[0, 0, 0], [0, 1, 0]]
-    with sharded(None, Layout.zigzag(N, 1), half="reference"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tiny("Llama", "canon")(
-            input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False
-        )
 
 
 def test_sharded_without_a_mask_names_sizes_that_do_not_fit_the_layout():

@@ -140,14 +140,16 @@ def generated(model, **options):
     ids, valid = tokens(12, 2), torch.ones(2, 12, dtype=torch.long)
     valid[0, :3] = 0
     model.eval().generation_config.eos_token_id = None
-    settings = dict(
+    result = model.generate(
+        ids,
+        attention_mask=valid,
         max_new_tokens=6,
         do_sample=False,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
+        **options,
     )
-    result = model.generate(ids, attention_mask=valid, **settings, **options)
     return result.sequences, torch.stack(result.logits)
 
 

@@ -373,9 +373,8 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     kept = folder / "my_functions" / "merged.py"
     empty = course.with_hole(CELLS["zigzag"][1])
     (folder / "cell.py").write_text(f"from my_attention import mine\n{CELLS['merged'][1]}\n{empty}")
-    output = printed(
-        f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
-    )
+    inside = f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); "
+    output = printed(inside + program)
     unwritten = "used in this notebook, but not kept: it raises NotImplementedError"
     assert f"merged: kept in {kept}, not checked yet\nzigzag: {unwritten}\n" in output
     assert [path.name for path in kept.parent.iterdir()] == ["merged.py"]
@@ -383,9 +382,7 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     kept.write_text(kept.read_text().replace("logaddexp", "maximum"))
     program = "import my_attention; my_attention.check('--only merge/')"
     with pytest.raises(AssertionError, match="0 of 3 cases agree"):
-        printed(
-            f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
-        )
+        printed(inside + program)
 
 
 def test_a_folder_that_has_the_name_of_a_link_is_named_before_anything_is_written(tmp_path):

@@ -43,21 +43,15 @@ def test_a_recording_times_computations_and_messages_up_to_their_wait():
         process_groups.threads(ring_of_three, 3)
     spans = [(str(event), start, stop) for event, start, stop in log.spans if event.rank == 1]
     assert [name for name, *_ in sorted(spans, key=lambda span: span[2])] == [
-        *(
-            "computed forward 0",
-            "posted hop 0",
-            "computed forward 1",
-            "posted hop 1",
-            "computed forward 2",
-        )
+        "computed forward 0",
+        "posted hop 0",
+        "computed forward 1",
+        "posted hop 1",
+        "computed forward 2",
     ]
-    times = {name: (start, stop) for name, start, stop in spans}
-    assert (
-        times["posted hop 0"][0] < times["computed forward 0"][0] < times["computed forward 0"][1]
-    )
-    assert (
-        times["computed forward 0"][1] < times["posted hop 0"][1] < times["computed forward 1"][0]
-    )
+    times = {name: span for name, *span in spans}
+    hop, (start, stop) = times["posted hop 0"], times["computed forward 0"]
+    assert hop[0] < start < stop < hop[1] < times["computed forward 1"][0]
 
 
 def forward_inputs(keys):

@@ -42,6 +42,15 @@ def section(name):
     return names
 
 
+def started(name):
+    """Run the first code cell of a notebook. Return its names and the other cells of code."""
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
+    names = {}
+    exec(imports, names)
+    return names, others
+
+
 def slightly_wrong(function, *given, **options):
     """Return the results of a function with an error of some percent in one row."""
 
@@ -74,10 +83,7 @@ def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, monkey
 
 
 def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
-    cells = nbformat.read(FOLDER / "00_softmax_in_pieces.ipynb", as_version=4).cells
-    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
-    names = {}
-    exec(imports, names)
+    names, others = started("00_softmax_in_pieces")
     compared = next(cell for cell in others if "k_all, v_all" in cell)
     exec(compared, names)
     monkeypatch.setattr(local, "tiled_forward", partial(slightly_wrong, local.tiled_forward))
@@ -89,11 +95,8 @@ def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["08_backward", "09_grouped_heads", "10_overlap_on_hopper"])
 def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monkeypatch):
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
-    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = {}
-    exec(imports, names)
+    names, others = started(name)
     compared = [
         cell for cell in others if "agree_with_reference(" in cell or "forward_runs.run(" in cell
     ]

@@ -2,8 +2,6 @@
 found.
 """
 
-import re
-
 import pytest
 import torch
 from band_strategies import check
@@ -73,17 +71,6 @@ def test_a_block_causal_mask_has_the_cells_of_its_definition_in_few_tight_bands(
     assert len(mask.bands) <= runs_of_cells(expected)
 
 
-@given(sides())
-def test_invalid_tokens_are_those_with_ids_out_of_reach(blocks):
-    q, k, q_valid, k_valid = blocks
-    of_sides = (q, q_valid, -(10**15)), (q if k is None else k, k_valid, 10**15)
-    ids = [
-        [x if valid else far for x, valid in zip(side, flags or [True] * len(side), strict=True)]
-        for side, flags, far in of_sides
-    ]
-    assert Mask.block_causal(*ids) == Mask.block_causal(*blocks)
-
-
 def test_stairs_are_one_band_and_padding_in_the_middle_costs_a_few():
     """With ascending ids and a hole, the queries after the hole see all keys before it as one
     rectangle.
@@ -113,10 +100,3 @@ def test_bands_raise_exactly_if_two_share_a_cell(numbers):
             Mask(bands, 12, 12)
     else:
         assert torch.equal(Mask(bands, 12, 12).dense(), covered.bool())
-
-
-def test_two_bands_that_meet_below_the_end_of_the_one_between_them_are_found():
-    left, between, right = Band(0, 9, 0, 9, -1, 0), Band(0, 3, 5, 6), Band(0, 9, 7, 8)
-    assert len(Mask([left, between], 9, 9).bands) == 2
-    with pytest.raises(ValueError, match=re.escape(f"share cells: {left} and {right}")):
-        Mask([left, between, right], 9, 9)

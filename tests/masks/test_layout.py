@@ -4,7 +4,6 @@ of two ranks.
 
 import itertools
 import pickle
-from itertools import pairwise
 
 import torch
 from band_strategies import KINDS, check, layouts, square_masks
@@ -105,23 +104,6 @@ def test_each_hop_of_zigzag_and_striped_is_one_band(kind, n, ranks):
     for hop in itertools.product(range(ranks), repeat=2):
         local = layout.local_mask(Mask.causal(n), *hop)
         assert len(local.bands) == (local.area > 0)
-
-
-@given(st.data(), layouts())
-def test_document_positions_count_from_the_start_of_each_document(data, layout):
-    ends = [
-        0,
-        *sorted(data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))),
-        layout.tokens,
-    ]
-    in_document = [i for a, b in pairwise(ends) for i in range(b - a)]
-    for rank in range(layout.ranks):
-        expected = [in_document[token] for token in layout.positions(rank)]
-        assert layout.document_positions(rank, ends).tolist() == expected
-        assert (
-            layout.document_positions(rank, torch.tensor(ends, dtype=torch.int32)).tolist()
-            == expected
-        )
 
 
 @given(st.data(), layouts())

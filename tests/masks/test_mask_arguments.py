@@ -10,7 +10,7 @@ import torch
 from canon import Band, Layout, Mask, trees
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
-X = torch.zeros(1, 8)
+X, TREE = torch.zeros(1, 8), trees.pack([[0, 1, 2], [0, 1]])
 NO_NUMBERS = "8", 8.0, 8.5, float("nan"), True, None, [8], (8,), np.float32(8), torch.tensor(8)
 # a call, and its arguments, which are whole numbers
 CALLS = [
@@ -127,6 +127,12 @@ VALUES = [  # parts of the error
         lambda: Mask.block_causal([0, 1], q_valid=[1, 5]),
         "q_valid must hold booleans, 0 or 1, got 5",
     ),
+    (  # those of an image repeat and jump, so they do not count the tokens of a document
+        lambda: Mask.from_position_ids(torch.arange(8).expand(3, 1, 8)),
+        "must be (n,) or (b, n), got a tensor of shape (3, 1, 8)",
+        ": positions (3, b, n) of a vision model do not count",
+        "use Mask.documents(cu_seqlens)",
+    ),
     (
         lambda: Mask.padding([3, 9], 8),
         "lengths[1] must be in 0..8, the tokens of a sequence, got 9",
@@ -146,10 +152,16 @@ VALUES = [  # parts of the error
         lambda: trees.pack([[1, 2]], max_tokens=1),
         "sequences[0] has 2 tokens, more than max_tokens=1",
     ),
-    (lambda: trees.pack([[1, 2]]).unpack(X), "unpack: x has 1 entries along dim 0, the tree 2"),
+    (lambda: TREE.weights_of([1.0]), "1 weights for 2 sequences: give one of each"),
+    (lambda: TREE.weights_of([torch.ones(2), 1.0]), "must be a number or (3,), got (2,)"),
+    (lambda: TREE.unpack(X), "unpack: x has 1 entries along dim 0, the tree 4"),
     (lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)), "two ascending ranges of one step"),
     (lambda: Layout([[range(10**30)]], 4), "rank 0 must lie inside the layout's 4 tokens"),
     (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), "0:5", "4 queries"),
+    (  # the outer bands meet below the end of the one between them
+        lambda: Mask([Band(0, 9, 0, 9, -1, 0), Band(0, 3, 5, 6), Band(0, 9, 7, 8)], 9, 9),
+        f"share cells: {Band(0, 9, 0, 9, -1, 0)} and {Band(0, 9, 7, 8)}",
+    ),
     (lambda: Mask.documents([1, 3]), "[1, 3]"),
     (lambda: Mask.documents([0, 5, 3]), "5", "3"),
     (lambda: Mask.prefix(4, 5), "4", "5"),
@@ -158,18 +170,38 @@ VALUES = [  # parts of the error
     (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), "1 q_ranges", "0 types"),
     (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), "q 0:4", "q 2:6"),
     (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), "0:4", "3 queries"),
-    (lambda: Mask.causal(4).crop(range(2, 6)), "range(2, 6)", "4"),
-    (lambda: Mask.causal(4).crop(range(3, 0, -1)), "range(3, 0, -1)"),
-    (lambda: Mask.causal(4).crop(range(0, 4, 2), range(4)), "2", "1"),
+    (lambda: MASK.with_blocks([1, 4], [3]), "2 starts and 1 stops: give one of each"),
+    (lambda: MASK.with_blocks([4, 2], [6, 2]), "block 1 needs 0 <= start < stop <= 8", "(2, 2)"),
+    (lambda: MASK.with_blocks([6], [9]), "block 0 needs", "stop <= 8, the tokens of the mask"),
+    (
+        lambda: MASK.with_blocks([4, 1], [6, 5]),
+        "blocks 1 and 0 overlap, (1, 5) and (4, 6): join them",
+    ),
+    (
+        lambda: Mask.causal(3, 8).with_blocks([1], [2]),
+        "with_blocks needs a square mask, got 3 x 8: crop it",
+    ),
+    (
+        lambda: Mask.union(Mask.causal(3, 8), Mask.full(3)),
+        "union needs masks of one size, got 3 x 3, 3 x 8",
+    ),
+    (lambda: Mask.union(), "union needs masks of one size, got no mask"),
+    (lambda: MASK.crop(range(6, 10)), "range(6, 10)", "8"),
+    (lambda: MASK.crop(range(3, 0, -1)), "range(3, 0, -1)"),
+    (lambda: MASK.crop(range(0, 8, 2), range(8)), "2", "1"),
     (lambda: Layout([], 0), "ranges_per_rank", "[]"),
     (lambda: Layout([[range(4)], [range(3, 8)]], 8), "range(3, 8)", "rank 1", "token 4"),
     (lambda: Layout([[range(4)]], 8), "token 4"),
     (lambda: Layout([[range(7, -1, -1)]], 8), "-1"),
     (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), "[1, 2]"),
     (lambda: Layout.concat([Layout.zigzag(8, 2), Layout.zigzag(8, 3)]), "2, 3"),
-    (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), "8", "9"),
+    (lambda: Layout.striped(9, 3).shard(X, 0), "8", "9"),
     (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), "4", "9"),
-    (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), "8 x 8", "9"),
+    (
+        lambda: LAYOUT.shard_batch({"labels": X.long()}, 0, Mask.causal(7)),
+        "the mask is 7 x 7, the layout has 8 tokens",
+    ),
+    (lambda: Layout.striped(9, 3).local_mask(MASK, 0, 0), "8 x 8", "9"),
 ]
 TYPES = [  # parts of the error
     (lambda: Mask.documents([0, 8], causal="no"), "causal must be True or False, got 'no'"),
@@ -183,6 +215,11 @@ TYPES = [  # parts of the error
     (lambda: Mask.ranges([(0, 3)], [(0, 3)], ["inv_causal"]), "'inverse_causal'", "'inv_causal'"),
     (lambda: Mask.concat(MASK), "masks must be a sequence of Masks"),
     (lambda: Mask.concat([MASK, 3]), "masks[1] must be a Mask, got 3"),
+    (
+        lambda: TREE.weights_of([1.0, [1.0, 1.0]]),
+        "per_sequence[1] must be a number or a tensor",
+    ),
+    (lambda: MASK.with_blocks([1.0], [3]), "starts[0] must be a whole number, got 1.0"),
     (lambda: MASK.crop(slice(0, 2)), "crop: queries must be a range"),
     (lambda: Layout([[0, 1], [2, 3]], 4), "ranges_per_rank[0][0] must be a range, got 0"),
     (

@@ -5,7 +5,6 @@ and the masks of pi0.
 from itertools import accumulate, pairwise
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,16 +31,6 @@ def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
     assert tuple(map(Mask.from_position_ids, rows)) == masks
     if rows:
         assert Mask.from_position_ids(rows) == masks
-
-
-def test_positions_in_three_axes_are_refused():
-    """Those of an image repeat and jump, so they do not count the tokens of a document."""
-    with pytest.raises(
-        ValueError,
-        match=r"must be \(n,\) or \(b, n\), got a tensor of shape \(3, 1, 8\).*: positions "
-        r"\(3, b, n\) of a vision model do not count.*use Mask.documents\(cu_seqlens\)",
-    ):
-        Mask.from_position_ids(torch.arange(8).expand(3, 1, 8))
 
 
 @given(st.data(), st.integers(0, 9), st.booleans())

@@ -51,32 +51,6 @@ def test_known_masks_are_unions():
     assert Mask.union(Mask.documents(range(10)), Mask.causal(9)) == Mask.causal(9)
 
 
-@pytest.mark.usefixtures("own_errors")
-@pytest.mark.parametrize(
-    ("starts", "stops", "error", "message"),
-    [
-        ([1, 4], [3], ValueError, "2 starts and 1 stops: give one of each"),
-        ([4, 2], [6, 2], ValueError, r"block 1 needs 0 <= start < stop <= 8.*got \(2, 2\)"),
-        ([6], [9], ValueError, r"block 0 needs 0 <= start < stop <= 8, the tokens of the mask"),
-        ([4, 1], [6, 5], ValueError, r"blocks 1 and 0 overlap, \(1, 5\) and \(4, 6\): join them"),
-        ([1.0], [3], TypeError, r"starts\[0\] must be a whole number, got 1.0"),
-    ],
-)
-def test_wrong_blocks_are_named(starts, stops, error, message):
-    with pytest.raises(error, match=message):
-        Mask.causal(8).with_blocks(starts, stops)
-
-
-@pytest.mark.usefixtures("own_errors")
-def test_wrong_masks_are_named():
-    with pytest.raises(ValueError, match="with_blocks needs a square mask, got 3 x 8: crop it"):
-        Mask.causal(3, 8).with_blocks([1], [2])
-    with pytest.raises(ValueError, match="union needs masks of one size, got 3 x 3, 3 x 8"):
-        Mask.union(Mask.causal(3, 8), Mask.full(3))
-    with pytest.raises(ValueError, match="union needs masks of one size, got no mask"):
-        Mask.union()
-
-
 def test_a_union_of_too_many_bands_is_refused(monkeypatch):
     monkeypatch.setattr(mask_module, "MOST_BANDS", 20)
     lines = [(i, i + 1) for i in range(0, 9, 2)]

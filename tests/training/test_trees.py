@@ -183,19 +183,6 @@ def test_weights_of_a_label_are_those_of_its_sequences():
     assert tree.weights_of(iter(per_token)).equal(total)
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [
-        ([1.0], ValueError, "1 weights for 2 sequences: give one of each"),
-        ([1.0, [1.0, 1.0]], TypeError, r"per_sequence\[1\] must be a number or a tensor"),
-        ([torch.ones(2), 1.0], ValueError, r"must be a number or \(3,\), got \(2,\)"),
-    ],
-)
-def test_wrong_weights_of_sequences_are_named(weights, error, message):
-    with pytest.raises(error, match=message):
-        pack([[0, 1, 2], [0, 1]]).weights_of(weights)
-
-
 def test_the_price_of_multiple_of_is_that_of_the_page():
     sequences = [[*range(130), 200 + answer, *range(4)] for answer in range(8)]
     assert [len(pack(sequences, m).token_ids) for m in (1, 128)] == [177, 1031]
