@@ -101,7 +101,7 @@ class Chunk:
     own: int
     area: int
     need: int
-    small: bool
+    small: bool  # empty, or the short last chunk
 
 
 Held = list[Chunk]  # the chunks of one rank, or of the sequence, ascending
@@ -231,7 +231,9 @@ def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
 
 # ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Assign chunks as the greedy start does, with ``limit`` for areas."""
+    """Assign the largest chunk first, to a rank with area <= ``limit`` that needs the fewest more
+    keys.
+    """
     slots = len(chunks) // ranks if chunks else 0
     most_full = ranks - sum(chunk.small for chunk in chunks)
     assignment: Assignment = [[] for _ in range(ranks)]
@@ -319,7 +321,9 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _relieved(assignment: Assignment, aim: Aim) -> Assignment | None:
-    """Return the assignment after the best swap of the rank that moves most, or None."""
+    """Return the assignment after the best swap of the rank that moves most, or None. Ties: the
+    partner that moves least.
+    """
     moved, areas = moved_by(assignment), [area_of(held) for held in assignment]
     busiest, *others = sorted(range(len(assignment)), key=lambda rank: (-moved[rank], rank))
     best, result = aim.score(assignment), None

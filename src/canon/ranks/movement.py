@@ -9,7 +9,11 @@
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
 W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
-`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank.
+`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank:
+
+    labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
+    shift_labels                             a1 -100 b1 b2 b3 -100
+    position_ids                             0 1 0 1 2 3
 """
 
 import warnings
