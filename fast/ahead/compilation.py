@@ -31,6 +31,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -190,9 +191,16 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
     """Run the jobs in forks. Yield None or the error of each."""
     _jobs[:] = jobs
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+    fork, parent = multiprocessing.get_context("fork"), os.getpid()
+    with ProcessPoolExecutor(processes, fork, _end_with, (parent,)) as pool:
         for future in as_completed([pool.submit(_run, index) for index in range(len(jobs))]):
             yield future.exception()  # Triton's, or BrokenProcessPool
+
+
+def _end_with(parent: int) -> None:
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # a fork left alone would hold the output open
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _run(index: int) -> None:

@@ -65,7 +65,9 @@ print(json.dumps(dict(names=names, again=len(again), compiled=compiled)))
 # A module whose `collect` launches one kernel, in each of two shares.
 MERGING = """
 import os
-from functools import partial
+import tempfile
+import time
+from pathlib import Path
 
 import torch
 from canon.fast.ahead import compilation
@@ -80,6 +82,8 @@ def collect():
     launch.merge(out, lse, out, lse, out, lse)
 
 def end():
+    while not list(Path(tempfile.gettempdir()).glob("tmp*/*")):  # until the other share has a fork
+        time.sleep(0.01)
     os._exit(3)
 
 def compiled(other):
@@ -193,4 +197,5 @@ def test_a_share_that_ends_ends_the_compilation(tmp_path):
     (tmp_path / "merging.py").write_text(MERGING)
     program = f"import sys; sys.path.append({str(tmp_path)!r}); import merging; "
     program += "print(merging.compiled(merging.end))"
-    assert "terminated abruptly" in printed(program, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    places = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    assert "terminated abruptly" in printed(program, **places), "and no fork of the other remains"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
 from canon.check import warming
 from canon.check.case_runner import CaseFailed, CaseRunner, show
@@ -115,6 +116,7 @@ def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str,
 
 
 def _start_fork() -> None:
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # when the check ends
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
