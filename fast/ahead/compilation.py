@@ -198,7 +198,7 @@ def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException |
 
 
 def _end_with(parent: int) -> None:
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # a fork left alone would hold the output open
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # it would hold the output open
     if os.getppid() != parent:
         os._exit(1)
 

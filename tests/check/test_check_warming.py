@@ -197,5 +197,5 @@ def test_a_share_that_ends_ends_the_compilation(tmp_path):
     (tmp_path / "merging.py").write_text(MERGING)
     program = f"import sys; sys.path.append({str(tmp_path)!r}); import merging; "
     program += "print(merging.compiled(merging.end))"
-    places = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    assert "terminated abruptly" in printed(program, **places), "and no fork of the other remains"
+    said = printed(program, TRITON_CACHE_DIR=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
+    assert "terminated abruptly" in said, "and no fork of the other remains"

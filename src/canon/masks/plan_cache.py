@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOST_LIMIT = 64 << 20  # bytes
+HOST_LIMIT = 64 << 20
 # bytes; 24 MB for a mask of 1M tokens in short documents, with 32 / 8 heads on one GPU
 DEVICE_LIMIT = 640 << 20
-PARTS_LIMIT = 32 << 20  # bytes
-ENTRY = 200  # bytes of a key (an estimate)
+PARTS_LIMIT = 32 << 20
+ENTRY = 200  # bytes of a key, estimated
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class PlanCache:
         size = sizes(plan)
         size["cpu"] += ENTRY
         with self.lock:
-            if key in self.plans:  # another thread has made it meanwhile
+            if key in self.plans:  # by another thread meanwhile
                 return self.plans[key].plan
             self.made += 1
             self.plans[key] = _Plan(plan, size)
