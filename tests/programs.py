@@ -26,7 +26,7 @@ def ended(program, *arguments, **environment):
 def printed(program, *arguments, **environment):
     """Run a program that must succeed, as `ended` does. Return its output."""
     done = ended(program, *arguments, **environment)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

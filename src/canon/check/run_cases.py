@@ -1,6 +1,6 @@
 """Run the cases of `canon check` on process groups, and continue after a failure.
 
-Ranks that are threads on the CPU share one core, so forks, one for each core, divide many cases.
+Ranks that are threads share one core, so processes divide many cases.
 """
 
 import json
@@ -24,7 +24,9 @@ from canon.check.case_runner import CaseFailed, CaseRunner, show
 from canon.check.cases import WHOLE, Case, declined_by
 from canon.testing import process_groups
 
-PART = 4  # cases of a fork: neighbours share inputs
+PART = 4  # cases of a process: neighbours share inputs
+START = {"cpu": "fork", "cuda": "spawn"}  # forks cannot use CUDA
+CORES, MEMORY = 4, 8 << 30  # of a process that uses a GPU
 _RESTARTS = 5  # new groups of processes after failures
 LIMITS = {  # part of an error: the word of --features
     "unexpected keyword argument 'return_lse'": "no-lse",
@@ -50,9 +52,9 @@ def run_groups(
         if warming.worth_it(groups[0][1]):
             console.print(warming.warm(groups), highlight=False)
         for ranks, runner in groups:
-            forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
-            if forks > 1:
-                _run_in_forks(forks, ranks, runner, results)
+            number = _processes(runner) if kind == "threads" else 1
+            if number > 1:
+                _run_in_processes(number, ranks, runner, results)
             else:
                 _run(kind, ranks, runner, results)
     except KeyboardInterrupt:
@@ -91,17 +93,20 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> 
     return results
 
 
-def _forks(cases: int) -> int:
-    """Return the number of forks, 1 if so few cases would not gain."""
+def _processes(runner: CaseRunner) -> int:
+    """Return the number of processes, 1 if so few cases would not gain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return min(cores, cases // (4 * PART))
+    if runner.device == "cuda":
+        cores = min(cores // CORES, torch.cuda.mem_get_info()[0] // MEMORY)
+    return min(cores, len(runner.cases) // (4 * PART))
 
 
-def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> None:
-    """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
-    starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
+def _run_in_processes(number: int, ranks: int, runner: CaseRunner, results: dict[str, Any]) -> None:
+    """Do what `_run` does. The processes end at Ctrl-C."""
+    starts = range(0, len(runner.cases), PART)
     parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
-    with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
+    context = multiprocessing.get_context(START[runner.device])
+    with ProcessPoolExecutor(number, context, _start) as pool:
         futures = {pool.submit(_run, "threads", ranks, part, {}): part for part in parts}
         try:
             for future in as_completed(futures):
@@ -115,7 +120,7 @@ def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, results: dict[str,
             raise
 
 
-def _start_fork() -> None:
+def _start() -> None:
     _prctl_pr_set_pdeathsig(signal.SIGKILL)  # when the check ends
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
