@@ -19,7 +19,7 @@ def ended(program, *arguments, **environment):
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(
-        command, env=kept | environment, capture_output=True, text=True, timeout=600
+        command, env=kept | environment, capture_output=True, text=True, timeout=1800
     )
 
 

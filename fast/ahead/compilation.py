@@ -31,7 +31,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.multiprocessing import _prctl_pr_set_pdeathsig
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # pyright: ignore
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -121,7 +121,7 @@ def _run_in_processes(number: int, ranks: int, runner: CaseRunner, results: dict
 
 
 def _start() -> None:
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)  # when the check ends
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
