@@ -1,7 +1,7 @@
 """Compile all kernels of a model in its first call, so that no later call waits for a compiler.
 
 The first process of a host compiles for all, in new interpreters, so scripts need no main guard.
-CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
+CANON_COMPILE_AHEAD=0 disables it: kernels then compile when first used.
 """
 
 import os

@@ -98,8 +98,8 @@ def pinned_arrays(on: bool) -> Iterator[None]:
 
 
 def uploaded(plan: Any, device: torch.device | str) -> Any:
-    """Return the plan with its arrays on the device. The host does not wait: the source is pinned,
-    and PyTorch keeps it until the copy is complete.
+    """Return the plan with its arrays on the device. The host does not wait: PyTorch keeps the
+    pinned source until it is copied.
     """
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)

@@ -172,8 +172,17 @@ WRONG = {  # functions: a part of the error: changed arguments, or several such 
         "method='fast': expected one of": dict(method="fast"),
         "dout must be (1, 8, 4, 16), got (1, 5": dict(dout=X[:, :5]),
         "not both": dict(dlse=LSE, delta=LSE),
+        "grad_dtype must be None or one": dict(grad_dtype=torch.int64),
+        "lse must be torch.float32 beside": dict(lse=LSE.int()),
     },
-    "merge": {"parts differ in shape": dict(other_out=X[:, :5], other_lse=LSE[..., :5])},
+    "attention_forward": {"out_dtype must be None or one": dict(out_dtype=torch.int32)},
+    "merge": {
+        "parts differ in shape": [
+            dict(other_out=X[:, :5], other_lse=LSE[..., :5]),
+            dict(lse=LSE.mT, other_lse=LSE.mT),
+        ],
+        "out must share one dtype": dict(out=X.int()),
+    },
     "strided_attention": {
         "head_stride=3 does not": dict(
             k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3

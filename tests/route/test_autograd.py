@@ -216,9 +216,12 @@ def test_unsupported_differentiation_is_named(half, function):
 
 # as above
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_parts_and_decoding_refuse_transforms_and_forward_mode(half):
+def test_parts_and_decoding_refuse_differentiation(half):
     (q, k, v), mask = inputs(), Mask.causal(24)
-    out, lse = half.attention_forward(q, k, v, mask)
+    out, lse = half.attention_forward(q.requires_grad_(), k, v, mask)
+    of_parts = *half.merge(q, lse, q, lse), *half.attention_backward(q, q, k, v, q, lse, mask)
+    assert not any(x.requires_grad for x in (out, lse, *of_parts))
+    q = q.detach()
     for call in (
         lambda q: half.attention_forward(q, k, v, mask),
         lambda q: half.attention_backward(q, q, k, v, out, lse, mask),
@@ -232,6 +235,19 @@ def test_parts_and_decoding_refuse_transforms_and_forward_mode(half):
             pytest.raises(NotImplementedError, match="forward-mode"),
         ):
             call(torch.autograd.forward_ad.make_dual(q, q))
+
+
+@pytest.mark.interpreted
+def test_views_of_negated_numbers_are_read_as_these():
+    def results(change):
+        leaves = [x.requires_grad_() for x in (*inputs(), torch.ones(4))]
+        out = fast.attention(*map(change, leaves[:3]), sink=change(leaves[3]))
+        return out, *torch.autograd.grad(out, leaves, change(leaves[0].detach()))
+
+    view = lambda x: torch.complex(x, -x).conj().imag
+    assert view(torch.ones(1)).is_neg()
+    with fast.backend("triton"):
+        assert all_equal(results(view), results(lambda x: x))
 
 
 @pytest.mark.parametrize("over_mesh", [False, True])

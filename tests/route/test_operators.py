@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, reference
 from canon.route import operators
@@ -99,6 +100,16 @@ def test_cuda_graphs_of_inductor_leave_every_operator_out():
     names = [name for function in OPTIONS for name in (function, f"{function}_backward")]
     for name in names:
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.canon, name).default.tags
+
+
+@pytest.mark.parametrize("function", ["ring_attention", "magi_attention"])
+def test_a_traced_call_takes_an_empty_shard_and_names_a_wrong_layout(half, function, own_errors):
+    x = torch.zeros(1, 0, 2, 8, requires_grad=True)
+    with FlopCounterMode(display=False):
+        getattr(half, function)(x, x.clone(), x.clone()).sum().backward()
+        assert x.grad.shape == x.shape
+        with pytest.raises(TypeError, match="layout must be a canon.Layout"):
+            getattr(half, function)(x, x, x, layout="zigzag")
 
 
 # --- selective checkpoints

@@ -12,7 +12,7 @@ from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.group import Group, place_in
 from canon.ranks.profiling import recorded
 from canon.route.binding import bound, half_of
-from canon.route.checks import any_device
+from canon.route.checks import any_device, resolved
 from canon.route.plan_arguments import (
     Sizes,
     check_into,
@@ -38,7 +38,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
             "group_cast", half_of(cast), check_device, x, plan, stage, group
         )
         with recorded("group_cast"), named_failures("group_cast", group, plan.layout.ranks):
-            return cast(x, plan, stage, group, rank, sizes)
+            return cast(resolved(x), plan, stage, group, rank, sizes)
 
     return bound(group_cast, cast)
 
@@ -68,7 +68,7 @@ def group_reduce(
             "group_reduce", half_of(reduce), check_device, y, plan, stage, group, into
         )
         with recorded("group_reduce"), named_failures("group_reduce", group, plan.layout.ranks):
-            return reduce(y, plan, stage, into, group, rank)
+            return reduce(resolved(y), plan, stage, into, group, rank)
 
     return bound(group_reduce, reduce)
 

@@ -13,14 +13,16 @@ from canon.masks.mask import Masks
 from canon.route.binding import bound
 from canon.route.checks import (
     batched,
+    check_alike,
     check_gradients,
     check_mask,
     check_method,
+    check_tensor,
     check_tensors,
+    checked_dtype,
     default_scale,
     under_autocast,
 )
-from canon.route.differentiation import check_differentiation
 from canon.route.packing import attend_each, differentiate_each
 
 
@@ -30,6 +32,7 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
     """
 
     @under_autocast("q", "k", "v")
+    @torch.no_grad()
     def attention_forward(
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b s g d"],
@@ -53,7 +56,8 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
             return attend_each(partial(bound_forward, **options), q, k, v, mask)
         check_tensors(q, k, v)
         check_mask(q, k, mask)
-        options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype or q.dtype}
+        out_dtype = checked_dtype("out_dtype", out_dtype, q.dtype)
+        options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype}
         out, lse = forward(*batched(q, k, v), mask, **options)
         return (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
 
@@ -68,6 +72,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
     needs_grad=)`` takes a batch."""
 
     @under_autocast("dout", "q", "k", "v", "out")
+    @torch.no_grad()
     def attention_backward(
         dout: Float[Tensor, "*b t h dv"],
         q: Float[Tensor, "*b t h d"],
@@ -136,7 +141,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
             mask,
             scale=default_scale(q, scale, softcap),
             method=method,
-            grad_dtype=grad_dtype or q.dtype,
+            grad_dtype=checked_dtype("grad_dtype", grad_dtype, q.dtype),
             needs_grad=needs_grad,
         )
         return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
@@ -149,6 +154,7 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     """Return `merge` of a half."""
 
     @under_autocast()
+    @torch.no_grad()
     def merge(
         out: Float[Tensor, "*b t h dv"],
         lse: Float[Tensor, "*b h t"],
@@ -163,12 +169,21 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
         A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The
         result is not differentiable. Raises ValueError if the shapes differ. Source: Dao,
         FlashAttention-2 (2023), section 2.3.1."""
-        if out.shape != other_out.shape or lse.shape != other_lse.shape:
+        parts = out, lse, other_out, other_lse
+        for name, x in zip(("out", "lse", "other_out", "other_lse"), parts, strict=True):
+            check_tensor(name, x)
+            check_alike((name,), (x,))
+        of_lse = (*out.shape[:-3], *out.shape[-2:-4:-1])
+        if (
+            out.ndim not in (3, 4)
+            or out.shape != other_out.shape
+            or not of_lse == lse.shape == other_lse.shape
+        ):
             raise ValueError(
-                f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-                f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+                "the parts differ in shape, or are not (*b, t, h, dv) and (*b, h, t): out "
+                f"{tuple(out.shape)} and {tuple(other_out.shape)}, lse {tuple(lse.shape)} and "
+                f"{tuple(other_lse.shape)}"
             )
-        check_differentiation(out, lse, other_out, other_lse)
-        return merged(out, lse, other_out, other_lse)
+        return merged(*parts)
 
     return bound(merge, merged)

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOST_LIMIT = 64 << 20
-# bytes; 24 MB for a mask of 1M tokens in short documents, with 32 / 8 heads on one GPU
+# bytes; 24 MB for 1M tokens in short documents, with 32 / 8 heads
 DEVICE_LIMIT = 640 << 20
 PARTS_LIMIT = 32 << 20
 ENTRY = 200  # bytes of a key, estimated
@@ -44,7 +44,7 @@ class PlanCache:
         self.limits = {"cpu": host_limit}
         self.device_limit = device_limit
         self.plans: OrderedDict[Hashable, _Plan] = OrderedDict()
-        # keys of plans with bytes on a device: an eviction there must not scan those of the host
+        # keys of plans on a device: an eviction there scans no others
         self.on: defaultdict[str, OrderedDict[Hashable, None]] = defaultdict(OrderedDict)
         self.held: Counter = Counter()  # bytes by device
         self.made = 0
@@ -102,8 +102,7 @@ class PlanCache:
 
     def _shrink(self, device: str, newest: Hashable) -> None:
         """Drop plans, the oldest first, but not the ``newest``, down to the limit of a device. One
-        that was used since it was last reached goes to the end instead, so that no look-up has to
-        hash its key a second time.
+        used since it was last reached goes to the end instead: no look-up hashes its key twice.
         """
         keys = self.plans if device == "cpu" else self.on[device]
         while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:

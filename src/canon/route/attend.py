@@ -22,6 +22,7 @@ from canon.route.checks import (
     check_mask_type,
     check_sink,
     kind_of_sink,
+    resolved,
 )
 from canon.route.differentiation import check_differentiation
 from canon.route.operators import call_operator, is_traced
@@ -71,6 +72,8 @@ def attend(
             algorithm, Arguments(tensors, mask, layout, group, options)
         )
     else:
+        if True in [isinstance(x, Tensor) and x.is_neg() for x in tensors]:
+            tensors = tuple(map(resolved, tensors))
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
         grads = torch.is_grad_enabled()
@@ -88,8 +91,10 @@ def attend(
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
     if sink is not None:
-        under_sink = weighted if torch.compiler.is_compiling() else algorithm.side.under_sink
-        out = under_sink(out, lse, sink)
+        if torch.compiler.is_compiling():
+            out = weighted(out, lse, sink)
+        else:
+            out = algorithm.side.under_sink(out, lse, resolved(sink))
     if options["return_max_logits"]:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out

@@ -25,11 +25,13 @@ from canon.ranks.group import ENDED, Group, Mesh, mesh_of, place_in
 from canon.route.algorithm import Algorithm, Declaration, Passes
 from canon.route.checks import (
     Scale,
+    accumulate_dtype,
     cached,
+    check_layout_type,
     check_mask_type,
     check_method,
+    checked_dtype,
     default_mask,
-    default_reduce_dtype,
     default_scale,
     split_scale,
     transpose_hint,
@@ -344,7 +346,9 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     hash(tuple(options.values()))  # raises TypeError for an option that is a list
     scale = default_scale(q, options["scale"], options["softcap"])
     number, softcap = split_scale(scale)
-    reduce_dtype = default_reduce_dtype(q, options.get("reduce_dtype"))
+    reduce_dtype = checked_dtype(
+        "reduce_dtype", options.get("reduce_dtype"), accumulate_dtype(q.dtype)
+    )
     filled = {"scale": number, "softcap": softcap, "reduce_dtype": reduce_dtype}
     options = {name: filled.get(name, x) for name, x in options.items()}
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
@@ -374,11 +378,7 @@ def mask_and_layout(
         )
     if mask is not None:
         check_mask_type(mask)
-    if layout is not None and not isinstance(layout, Layout):
-        raise TypeError(
-            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with "
-            "Layout.zigzag, ..."
-        )
+    check_layout_type(layout)
     is_default = layout is None and declaration.layout is None
     if layout is None:
         tokens = ranks * q.shape[-3] if mask is None else mask.queries

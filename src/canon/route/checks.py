@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from canon.masks.arguments import nested, shown
+from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import are_noted, cached_plan
 from canon.ranks.profiling import recorded
@@ -149,6 +150,15 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
         )
 
 
+def check_layout_type(layout: Any) -> None:
+    """Raise TypeError unless ``layout`` is a Layout or None."""
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(
+            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with "
+            "Layout.zigzag, ..."
+        )
+
+
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
     """Raise TypeError if ``mask`` holds whole numbers, such as cu_seqlens."""
     # a compiler cannot look for attributes of a Mask
@@ -190,6 +200,9 @@ def check_gradients(
             raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
+        wide = accumulate_dtype(q.dtype)
+        if x.dtype != wide and (shape == of_lse or x.dtype != q.dtype):
+            raise ValueError(f"{name} must be {wide} beside q in {q.dtype}, got {x.dtype}: cast it")
     if dlse is not None and delta is not None:
         raise ValueError(
             "pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse"
@@ -252,15 +265,13 @@ def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) 
     return number if cap is None else CappedScale(number, cap)
 
 
-def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q."""
-    if reduce_dtype is None:
-        return accumulate_dtype(q.dtype)
-    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
-        raise ValueError(
-            f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}"
-        )
-    return reduce_dtype
+def checked_dtype(name: str, dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return ``dtype``, one of `DTYPES`, or the default for None."""
+    if dtype is None:
+        return default
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(f"{name} must be None or one of {NAMES_OF_DTYPES}, got {dtype}")
+    return dtype
 
 
 def checked_softcap(softcap: float | None) -> float | None:
@@ -298,6 +309,7 @@ def under_autocast(*names: str) -> Callable:
 
         @wraps(function)
         def _called(*args, **kwargs):
+            args, kwargs = map(resolved, args), {name: resolved(x) for name, x in kwargs.items()}
             with recorded(function.__name__):
                 if not torch._C._is_any_autocast_enabled():
                     return function(*args, **kwargs)
@@ -312,6 +324,11 @@ def under_autocast(*names: str) -> Callable:
         return _called
 
     return _decorate
+
+
+def resolved(x: Any) -> Any:
+    """Return a view of negated numbers as a copy: kernels read memory."""
+    return x.resolve_neg() if isinstance(x, Tensor) and x.is_neg() else x
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:

@@ -37,7 +37,12 @@ from canon.route.algorithm import (
 )
 from canon.route.autograd import surroundings
 from canon.route.call import Arguments, Call, call_of
-from canon.route.checks import accumulate_dtype, batched, check_mask_type
+from canon.route.checks import (
+    accumulate_dtype,
+    batched,
+    check_layout_type,
+    check_mask_type,
+)
 from canon.route.differentiation import NO_SECOND_DERIVATIVE, check_differentiation
 from canon.route.flops import register_formulas
 
@@ -67,13 +72,14 @@ def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tenso
         check_differentiation(*tensors)
     if mask is not None:
         check_mask_type(mask)
+    check_layout_type(layout)
     if not algorithm.declaration.is_local:
         needs_grad = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
         options = options | {"group": name_of(group), "needs_grad": needs_grad}
     settings = _settings_at_compilation(side.name) if compiling else side.settings(None)
     operator = getattr(torch.ops.canon, algorithm.function).default
     mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
-    layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
+    layout, has_layout = (NO_LAYOUT, False) if layout is None else (layout, True)
     arguments = *tensors, mask, has_mask, layout, has_layout, side.name, settings
     out, lse, max_logits, *_ = operator(*arguments, **options)
     return out, lse, max_logits
@@ -164,7 +170,8 @@ def _backward(
 
 def _alone(x: Tensor) -> Tensor:
     """Return a contiguous tensor that shares no memory."""
-    alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    size = x.numel() * x.element_size()  # 0: empty tensors may share it
+    alone = size and x.is_contiguous() and x.untyped_storage().nbytes() == size
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
