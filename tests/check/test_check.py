@@ -26,6 +26,41 @@ def a_new_one(q):
 del striped_attention
 """
 
+LAYER = """
+import torch
+from canon import reference
+
+class Layer(torch.autograd.Function):
+    def forward(ctx, *tensors):
+        ctx.tensors = Layer.last = tensors
+        return reference.attention(*tensors)
+
+    def backward(ctx, dout):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in {tensors}]
+            grads = torch.autograd.grad(reference.attention(*leaves), leaves, dout)
+        {change}
+        return *grads,
+
+def attention(q, k, v):
+    return Layer.apply(q, k, v)
+"""
+LAYERS = {  # change: (tensors, line, what is printed)
+    "none": ("ctx.tensors", "pass", "1 of 1 cases agree"),
+    "the last call's tensors": ("Layer.last", "pass", "0 of 1 cases agree"),
+    "dout is overwritten": ("ctx.tensors", "dout.zero_()", "attention has changed dout"),
+    "a second backward pass is wrong": (
+        "ctx.tensors",
+        "ctx.tensors = [0 * x for x in ctx.tensors]",
+        "0 of 1 cases agree",
+    ),
+    "gradients are lost if one is not needed": (
+        "ctx.tensors",
+        "grads = grads if all(ctx.needs_input_grad) else [0 * x for x in grads]",
+        "0 of 1 cases agree",
+    ),
+}
+
 MOVES = """
 import itertools
 import torch
@@ -175,7 +210,7 @@ def test_more_runs_find_rare_faults(run, write_module):
             "--tokens",
             200,
             "--only",
-            "zigzag_attention/zigzag/causal",
+            "zigzag_attention/zigzag/documents",
             "--dtype",
             "float32",
             "--runs",
@@ -185,6 +220,14 @@ def test_more_runs_find_rare_faults(run, write_module):
         assert f"--runs {runs}" in record["command"]
     assert "rank 3: run 5 gave other bits than run 2 (determ" in printed.out
     assert "run 6" not in printed.out
+
+
+@pytest.mark.parametrize("change", LAYERS)
+def test_a_function_is_checked_as_a_layer_of_a_model(change, run, write_module):
+    tensors, line, text = LAYERS[change]
+    write_module("layer", LAYER.format(tensors=tensors, change=line))
+    _, printed, _ = run("layer --tokens 200 --dtype float32 --only attention/causal/*plain")
+    assert text in printed.out
 
 
 @pytest.mark.parametrize("fault", WRONG_MOVES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from canon import reference
 from canon.check.cases import DTYPES, OPTIONAL, REPLICATED, TAKE_A_LAYOUT, Case
+from canon.check.exchanges import differs
 from canon.check.inputs import Inputs, placed
 from canon.masks.layout import mask_between
 from canon.ranks.group import TOKENS_HEADS
@@ -38,7 +40,14 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
     # autograd passes the gradient of out.sum() as one number with strides of 0
     dout = dout.new_ones(()).expand(dout.shape) if case.used == "sum" else dout
     mine = replace(x, **given, dout=dout, dlse=shard("dlse", -1))
-    return _CALLS.get(case.function, _attention)(module, case, mine, layout)
+    before = {name: getattr(mine, name).clone() for name in (*"qkv", "dout", "dlse")}
+    results = _CALLS.get(case.function, _attention)(module, case, mine, layout)
+    changed = [name for name, t in before.items() if differs(t, getattr(mine, name)).any()]
+    for name in changed:  # other cases share them
+        getattr(mine, name).copy_(before[name])
+    if changed:
+        raise RuntimeError(f"{case.function} has changed {', '.join(changed)}")
+    return results
 
 
 def on_one_rank(case: Case) -> Case:
@@ -49,13 +58,16 @@ def on_one_rank(case: Case) -> Case:
 
 def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     forward, plain = case.used.startswith("forward"), case.variant == "plain"
-    # "plain": the mask is causal, or full in decoding; None and nothing mean the same
+    # "plain": the mask is causal, or full in decoding; None and nothing mean the same. Only q has
+    # a gradient.
     mask = None if plain else x.mask
     places = (mask, layout) if case.function in TAKE_A_LAYOUT else () if plain else (mask,)
     tensors = [x.q, x.k, x.v]
     if x.up_weight is not None:
         tensors = [x.q, x.k.squeeze(-2), x.v.squeeze(-2), placed(x.up_weight, case.shape.strides)]
     leaves = [t.detach().requires_grad_(not forward) for t in tensors]
+    for frozen in leaves[1:] if plain else ():
+        frozen.requires_grad_(False)
     options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
     options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
     options |= case.options
@@ -67,14 +79,22 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     if case.has_sink:
         leaves.append(x.sink.detach().requires_grad_(not forward))
         options["sink"] = leaves[-1]
-    results = getattr(module, case.function)(*arguments, **options)
+    function = partial(getattr(module, case.function), **options)
+    # three layers, the second differentiated twice
+    others = [(1 - t.detach()).requires_grad_(not forward) for t in tensors]
+    in_model = case.mask == "causal" and not case.planted
+    other_layer = lambda: function(*others, *places) if in_model else None
+    _, results, _ = other_layer(), function(*arguments), other_layer()
     _check_returned(case, results)
     out, lse = results if case.returns_lse else (results, None)
     differentiated = {"both": ((out, lse), (x.dout, x.dlse)), "lse": (lse, x.dlse)}
-    outputs, grads = differentiated.get(case.used, (out, x.dout))
+    outputs, of_outputs = differentiated.get(case.used, (out, x.dout))
     # lse depends on neither v nor the sink: their gradients are 0
     zeros = {"allow_unused": True, "materialize_grads": True} if case.used == "lse" else {}
-    grads = () if forward else torch.autograd.grad(outputs, leaves, grads, **zeros)
+    needed, grads = [leaf for leaf in leaves if leaf.requires_grad], ()
+    passes = 0 if forward else 1 + in_model
+    for left in reversed(range(passes)):
+        grads = torch.autograd.grad(outputs, needed, of_outputs, retain_graph=left > 0, **zeros)
     return _results(case, x, out.detach(), None if lse is None else lse.detach(), grads)
 
 

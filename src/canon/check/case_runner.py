@@ -65,7 +65,7 @@ class CaseRunner:
             torch.set_num_threads(1)
         with self._kernels():
             for case in self.cases:
-                # it ends threads after an interrupt; cases on one rank have no other wait
+                # ends threads after an interrupt, also of cases on one rank
                 dist.barrier()
                 try:
                     result = self._result(module, case)
@@ -151,8 +151,10 @@ class CaseRunner:
             return {}
         wanted = expected(case, self.device)
         exact, honest = wanted.exact, wanted.honest
-        if DTYPES[dict(case.options).get("reduce_dtype", "float64")].itemsize == 2:
-            honest = [*honest, of_reference]  # its sums travel in 16 bits, too
+        reduced = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
+        if reduced.itemsize == 2:  # sums travel in 16 bits, and own parts may
+            rounded = {name: getattr(exact, name).to(reduced).double() for name in ("dk", "dv")}
+            honest = [*honest, of_reference, exact._replace(**rounded)]
         if squares is not None:
             # Each rank has rounded its part once: independent errors add as u sqrt(sum part^2).
             # Where parts cancel, that is more than one rounding of their sum.
@@ -302,6 +304,8 @@ def assembled(part: Results, layout: Layout) -> Results:
         rows = local.movedim(dim, 0).contiguous()
         places = [layout.positions(rank).to(rows.device) for rank in range(layout.ranks)]
         padded = rows.new_zeros(max(map(len, places)), *rows.shape[1:])
+        if len(rows) != len(places[dist.get_rank()]):
+            raise ValueError(f"{name} has {len(rows)} tokens, not {len(places[dist.get_rank()])}")
         padded[: len(rows)] = rows
         full = rows.new_empty(layout.tokens, *rows.shape[1:])
         for place, shard in zip(places, _gather(padded), strict=True):
