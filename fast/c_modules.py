@@ -1,6 +1,4 @@
-"""Compile the C extensions of this package: with Triton's builder, or without Triton with the
-compiler that Python was built with.
-"""
+"""Compile C extensions with Triton's builder, or without Triton with the compiler of Python."""
 
 import importlib.util
 import shlex
@@ -30,6 +28,7 @@ def c_module(*sources: Path, **options: Any) -> ModuleType:
     code = "\n".join(source.read_text() for source in sources)
     name = f"canon_{sources[-1].stem}"
     try:
+        import triton  # noqa: F401 (first: else threads meet in its circular imports)
         from triton.runtime.build import compile_module_from_src
     except ModuleNotFoundError:
         return _compiled(code, name)

@@ -116,7 +116,9 @@ WRONG = {  # functions: a part of the error: changed arguments, or several such 
         "share the batch": dict(v=KV[:, :5]),
         "(b, t, heads, width)": dict(q=X[0]),
         "scale must be finite": dict(scale=float("nan")),
-        "scale must be a number without a gr": dict(scale=torch.ones((), requires_grad=True)),
+        "scale must be a number without a gr": [
+            dict(scale=x) for x in (torch.ones((), requires_grad=True), [1.0], True, 1j)
+        ],
         "a tensor on meta, for which each call wou": dict(scale=torch.ones((), device="meta")),
         "softcap must be None or a number from 1e-30 to 1e30, got 0.0": dict(softcap=0),
         "backward='fast': expected one of": dict(backward="fast"),
@@ -194,6 +196,9 @@ WRONG = {  # functions: a part of the error: changed arguments, or several such 
             head_stride=2, backward_first_stride=1, backward_last_stride=1
         ),
         "backward_schedule='rign': expected one o": dict(backward_schedule="rign"),
+        "backward_schedule=['ring']: expected": dict(backward_schedule=["ring"]),
+        "head_stride must be a whole number": [dict(head_stride=x) for x in (True, 1.0, [1])],
+        "forward_first_stride must be a whole": dict(head_stride=2, forward_first_stride=True),
         "has no effect with": dict(
             head_stride=2, backward_first_stride=1, backward_schedule="ring"
         ),
@@ -208,7 +213,10 @@ WRONG = {  # functions: a part of the error: changed arguments, or several such 
         "keep_kv must be True or False, got [1]": dict(keep_kv=[1]),
         "with own_keys_first=False or None": dict(rank_invariant=True, own_keys_first=True),
     },
-    GROUPS: {"stage 1 is not one of the plan's 1 casts": dict(stage=1)},
+    GROUPS: {
+        "stage 1 is not one of the plan's 1 casts": dict(stage=1),
+        "stage must be a whole number": [dict(stage=x) for x in ("0", False)],
+    },
     "group_cast": {"group_cast: x has 7 rows": dict(x=KV[0, 1:])},
     "group_reduce": {"into must be": dict(into=KV[0, :3])},
     "dispatch": {

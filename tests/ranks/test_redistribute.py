@@ -49,11 +49,12 @@ def move_on_processes():
     layout, to, rank = Layout.zigzag(11, 4), Layout.striped(11, 4), dist.get_rank()
     x = torch.arange(22).view(2, 11)
     moved = lambda x: layout.redistribute(layout.shard(x, rank), to).equal(to.shard(x, rank))
-    return [moved(each) for each in (x, x % 3 == 0, x.bfloat16())]
+    whole = lambda x: layout.unshard(layout.shard(x, rank)).equal(x)
+    return [moved(each) and whole(each) for each in (x, x % 3 == 0, x.bfloat16(), x.short())]
 
 
 def test_processes_move_integers_booleans_and_bfloat16():
-    assert process_groups.processes(move_on_processes, 4) == [[True] * 3] * 4
+    assert process_groups.processes(move_on_processes, 4) == [[True] * 4] * 4
 
 
 def test_no_rank_holds_the_full_tensor(exchanged):

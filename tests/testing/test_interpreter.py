@@ -198,3 +198,37 @@ def test_without_triton_pytorch_computes_and_a_chosen_backend_says_how_to_instal
         "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use backend(\"torch\")"
     )
     assert ended.stdout.splitlines() == [told], ended.stderr
+
+
+ROUTES = """
+import os, sys, threading, time
+from canon import Mask, fast
+from canon.fast.device import BACKENDS
+
+
+def pause(event, names):
+    if event == "import" and names[0].startswith("triton.") and not threads:
+        threads.append(threading.Thread(target=route))
+        threads[0].start()
+        time.sleep(0.5)
+
+
+threads, names = [], ("module", "rows", "forward_in_parts")
+routes = [lambda x=x, name=name: getattr(BACKENDS[x], name)
+          for x in ("triton", "gluon", "cuda") for name in names[: 3 if x == "triton" else 1]]
+for route in [lambda: fast.dispatch(Mask.full(9), 2), *routes]:
+    if not (child := os.fork()):
+        sys.addaudithook(pause)
+        import triton
+
+        threads[0].join()
+        route()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_threads_may_import_triton_at_the_same_time_by_any_route():
+    """Without a pause, about half of the runs would show a fault."""
+    ended = fresh(ROUTES)
+    assert ended.returncode == 0, ended.stderr

@@ -225,6 +225,9 @@ def wrong_groups_and_arguments():
         of_chunks(
             leaves, labels, group=mesh["cp"], vocab_group=mesh["tp"], label_smoothing=smoothing
         )
+    labels[0, 0] = 100 if smoothing else 0
+    with pytest.raises(ValueError, match="shift_labels must be in 0..99|the ranks disagree"):
+        of_chunks(leaves, labels, group=mesh["cp"], vocab_group=mesh["tp"])
 
 
 def test_wrong_groups_and_arguments_raise_on_every_rank():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
+from triton import runtime
 
 from canon.fast.kernels.cuda.program import Macros, Program
 from canon.fast.kernels.launcher import capability
@@ -71,7 +71,7 @@ class LoadedKernel:
     def __init__(self, kernel: Kernel, variant: Variant, cubin: bytes, device: int):
         self.kernel, self.variant, self.device = kernel, variant, device
         name = f"canon_{kernel.name}"
-        loaded = driver.active.utils.load_binary(name, cubin, variant.shared_bytes, device)
+        loaded = runtime.driver.active.utils.load_binary(name, cubin, variant.shared_bytes, device)
         # Triton never unloads a module
         self._module, self.function, self.registers, self.spills, _ = loaded
 

@@ -10,8 +10,8 @@ Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 from dataclasses import replace
 
 import torch
-import triton.language as tl
 from torch import Tensor
+from triton import language as tl
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (

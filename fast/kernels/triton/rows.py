@@ -4,8 +4,8 @@
 Copies and fills are kernels because `canon.fast.replay` records kernels only.
 """
 
-import triton.language as tl
 from torch import Tensor
+from triton import language as tl
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.masks.arguments import plain_tensor
+from canon.masks.arguments import plain_tensor, whole
 from canon.masks.cast_plan import CastPlan
 from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.group import Group, place_in
@@ -92,6 +92,7 @@ def _agreed(
                 f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result "
                 "of cast_plan"
             )
+        stage = whole(f"{function}: stage", stage)
         rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
         if into is not None:
             check_into(into, x, plan, rank)

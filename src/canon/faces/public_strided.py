@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.masks.head_groups import default_stride, gathered_bytes
+from canon.masks.head_groups import default_stride, gathered_bytes, steps_of
 from canon.masks.layout import Layout
 from canon.masks.mask import Masks
 from canon.ranks.group import Group
@@ -78,12 +78,12 @@ def strided_attention(algorithm: Algorithm):
 def _with_stride(
     options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
 ) -> dict[str, Any]:
-    if options["head_stride"] is not None or layout is None:
-        return options
     (b, _, g, d), dv = shapes[1], shapes[2][-1]
-    return options | {
-        "head_stride": default_stride(g, gathered_bytes(layout, b * (d + dv) * itemsize))
-    }
+    if options["head_stride"] is None and layout is not None:
+        stride = default_stride(g, gathered_bytes(layout, b * (d + dv) * itemsize))
+        options = options | {"head_stride": stride}
+    steps_of(g, options)  # raises
+    return options
 
 
 RING_SUMS = ("scatter",), "adds dk and dv rank after rank", 'with backward_schedule="scatter"'

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from canon.masks.arguments import whole
 from canon.masks.layout import Layout
 
 SCHEDULES = ("scatter", "ring")
@@ -42,10 +43,10 @@ def head_groups(
 
     ``option`` is the prefix of both in errors. Raises ValueError if they do not fit.
     """
-    if stride < 1 or heads % stride:
+    if whole("head_stride", stride) < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")
     for name, part in (("first", first), ("last", last)):
-        if part is not None and not 0 < part < stride:
+        if part is not None and not 0 < whole(f"{option}{name}_stride", part) < stride:
             raise ValueError(
                 f"{option}{name}_stride={part}: expected 0 < {name} < head_stride, "
                 f"which is {stride}"

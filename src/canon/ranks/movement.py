@@ -107,7 +107,7 @@ class Unshard(torch.autograd.Function):
             padded[: len(x)] = x
             shards = [torch.empty_like(padded) for _ in sizes]
             with named_failures("unshard", group, layout.ranks):
-                dist.all_gather(shards, padded, group=group)
+                dist.all_gather(list(map(_bytes, shards)), _bytes(padded), group=group)
         full = x.new_empty(layout.tokens, *x.shape[1:])
         for r, shard in enumerate(shards):
             full[positions_on(layout, r, x.device)] = shard[: sizes[r]]
@@ -130,6 +130,10 @@ class Unshard(torch.autograd.Function):
         return mine, None, None, None, None
 
 
+def _bytes(x: Tensor) -> Tensor:
+    return x.unsqueeze(-1).view(torch.uint8)  # gloo lacks some dtypes
+
+
 def _sum_in_order(summands: Tensor) -> Tensor:
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
@@ -149,7 +153,7 @@ class Redistribute(torch.autograd.Function):
         arrived = rows if layout.ranks == 1 else x.new_empty(sum(received), *x.shape[1:])
         with named_failures("redistribute", group, layout.ranks):
             if layout.ranks > 1:
-                dist.all_to_all_single(arrived, rows, received, sent, group=group)
+                dist.all_to_all_single(_bytes(arrived), _bytes(rows), received, sent, group=group)
         return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod

@@ -343,7 +343,6 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     for name, default in declaration.defaults.items():
         if isinstance(default, bool):
             flag(name, options[name])
-    hash(tuple(options.values()))  # raises TypeError for an option that is a list
     scale = default_scale(q, options["scale"], options["softcap"])
     number, softcap = split_scale(scale)
     reduce_dtype = checked_dtype(

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -285,15 +286,15 @@ def checked_softcap(softcap: float | None) -> float | None:
 
 
 def _number(name: str, x: Any, remedy: str) -> float:
-    if isinstance(x, (str, bytes)) or (
-        isinstance(x, Tensor) and (x.requires_grad or x.numel() != 1)
-    ):
-        raise TypeError(f"{name} must be a number without a gradient, got {x!r}: {remedy}")
     if isinstance(x, Tensor) and x.device.type != "cpu":
         raise TypeError(
             f"{name} is a tensor on {x.device}, for which each call would wait: pass "
             "a Python number"
         )
+    if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
+        x = x.item()
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} must be a number without a gradient, got {shown(x)}: {remedy}")
     if not math.isfinite(number := float(x)):
         raise ValueError(f"{name} must be finite, got {number}")
     return number

@@ -135,7 +135,9 @@ def linear_sequence_loss(
         agree(name, vocab_group, slices, hidden, *shared)
         first, vocabulary = _place_in_vocabulary(linear_weight, vocab_group, place, slices)
         if isinstance(vocabulary, int):
-            check_range(shift_labels, ignore_index, vocabulary)
+            with refused_together(name, vocab_group, slices):
+                check_range(shift_labels, ignore_index, vocabulary)
+            agree(name, vocab_group, slices, hidden)
     size = vocabulary if isinstance(vocabulary, int) else None
     agree(name, group, ranks, hidden, *fields, ("vocabulary", size))
     labels, weights = shift_labels.flatten(), None if weights is None else weights.flatten()
