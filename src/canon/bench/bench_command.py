@@ -26,6 +26,7 @@ from canon.bench import links, plans, shapes
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
+from canon.testing.command_line import Console
 
 # The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
 # tables(rows), perhaps check(shape), fields of the record, and on_ranks(program, ranks).
@@ -87,9 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit status."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(140)
     module = import_module(f"canon.bench.{SUBJECTS[options.what][0]}")
     try:
         batches, settings = _prepared(options, module)

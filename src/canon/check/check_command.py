@@ -14,6 +14,7 @@ from canon.check.cases import DTYPES, covered
 from canon.check.check_report import AGREES, DISAGREES, MISUSED
 from canon.check.fixed_check import BUDGET, RECORD
 from canon.check.placement import placement
+from canon.testing import command_line
 
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
@@ -152,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Run the check and return the exit status."""
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    console = console or command_line.Console(120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:
         if arguments.template:
