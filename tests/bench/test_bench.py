@@ -55,6 +55,13 @@ def test_an_option_of_another_subject_is_refused(capsys):
         assert f"unrecognized arguments: {words[1]}" in capsys.readouterr().err
 
 
+def test_numbers_below_1_are_refused(capsys):
+    for what, name in (("links", "--rounds"), ("plans", "--packs"), ("plans", "--ranks")):
+        with pytest.raises(SystemExit):
+            options_of(what, name, "0")
+        assert f"argument {name}: must be at least 1, got 0" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------- measuring
 def test_every_method_agrees_before_it_is_timed():
     shape = shapes.shape_of("1,24,2,1,16,documents:9")

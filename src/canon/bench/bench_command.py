@@ -26,7 +26,7 @@ from canon.bench import links, plans, shapes
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
-from canon.testing.command_line import Console
+from canon.testing.command_line import Console, at_least
 
 # The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
 # tables(rows), perhaps check(shape), fields of the record, and on_ranks(program, ranks).
@@ -52,20 +52,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "dtype": {"default": "bfloat16", "choices": ["bfloat16", "float16", "float32"]},
     "rounds": {
-        "type": int,
+        "type": at_least(1),
         "default": 10,
         "metavar": "N",
         "help": "how often all are timed (default 10)",
     },
     "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
     "ranks": {
-        "type": int,
+        "type": at_least(1),
         "action": "append",
         "metavar": "N",
         "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
     },
     "packs": {
-        "type": int,
+        "type": at_least(1),
         "default": 20,
         "metavar": "N",
         "help": "packs for each number of ranks (20)",

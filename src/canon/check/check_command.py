@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from canon.check.check_report import AGREES, DISAGREES, MISUSED
 from canon.check.fixed_check import BUDGET, RECORD
 from canon.check.placement import placement
 from canon.testing import command_line
+from canon.testing.command_line import at_least
 
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
@@ -26,17 +26,6 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
         ("documents", "tokens", "dtype", "list"),
     ),
 }
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number."""
-
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,22 @@
-"""The console of the commands."""
+"""The console and the numbers of commands."""
 
+import argparse
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import rich.console
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number
 
 
 class Console(rich.console.Console):
