@@ -150,7 +150,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(*columns, title=title)
+    shown = Table(title=title)
+    for name in columns:
+        shown.add_column(name, overflow="fold")
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown

@@ -24,6 +24,7 @@ class Console(rich.console.Console):
 
     def __init__(self, width: int):
         super().__init__(width=None if sys.stdout.isatty() else width)
+        self.width = max(self.width, 80)  # narrower tables lose their text
 
     def on_broken_pipe(self) -> NoReturn:
         raise  # rich would exit with 1
