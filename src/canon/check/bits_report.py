@@ -39,7 +39,7 @@ def report(
     for row, why in reversed(reasons.items()):
         console.print(f"{row}: {why}", markup=False, highlight=False)
     kept = {"module": arguments.module, **sizes}
-    path = record.write(arguments.record or RECORD, command_of(arguments), results, **kept)
+    path = record.write(arguments.record, command_of(arguments), results, **kept)
     console.print(f"Record: {path}.", highlight=False)
     cells = [
         _cell(results, name, *column)

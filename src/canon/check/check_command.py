@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from canon.check import bits, contract, fixed_check, module_import, random_check
+from canon.check import bits, bits_report, contract, fixed_check, module_import, random_check
 from canon.check.cases import DTYPES, covered
 from canon.check.check_report import AGREES, DISAGREES, MISUSED
 from canon.check.fixed_check import BUDGET, RECORD
 from canon.check.placement import placement
-from canon.testing import command_line
+from canon.testing import command_line, record
 from canon.testing.command_line import at_least
 
 REFUSED = {  # mode: the reason, and the options that it leaves out
@@ -170,6 +170,10 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
         for line in module_import.remarks(module, covered(module).tested):
             console.print(line, markup=False, highlight=False)
     _check_options(arguments, place.device)
+    default = RECORD if arguments.random is None else random_check.record_of(name)
+    arguments.record = arguments.record or (bits_report.RECORD if arguments.bits else default)
+    if not arguments.list:
+        record.check_path(arguments.record)
     if arguments.bits:
         return DISAGREES if bits.run(arguments, console, place.device, module) else AGREES
     if arguments.random is None:

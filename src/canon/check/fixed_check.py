@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, console: Console, place: Placement, modul
             console.print(f"{why}: {', '.join(names)}.")
     names = (Path(x).name if Path(x).is_absolute() else x for x in documents.names)
     path = record.write(
-        arguments.record or RECORD,
+        arguments.record,
         check_report.command_of(arguments, ranks=place.ranks),
         results,
         module=name,

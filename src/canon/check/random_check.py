@@ -98,7 +98,7 @@ def _write(arguments: argparse.Namespace, results: dict[str, Any]) -> Path:
     given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
     head = record.head(command_of(arguments, first=arguments.first or None))
     kept = {"module": arguments.module, "runs": [head | given | results]}
-    path = arguments.record or record_of(arguments.module)
+    path = arguments.record
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record.finite(kept)) + "\n")
     return path

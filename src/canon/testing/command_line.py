@@ -1,9 +1,8 @@
-"""The console and the numbers of commands."""
+"""Console and numbers of commands."""
 
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 import rich.console
 
@@ -20,11 +19,11 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 class Console(rich.console.Console):
-    """Print text, in ``width`` columns unless to a terminal."""
+    """Print in ``width`` columns, or a terminal's."""
 
     def __init__(self, width: int):
         super().__init__(width=None if sys.stdout.isatty() else width)
-        self.width = max(self.width, 80)  # narrower tables lose their text
+        self.width = max(self.width, 80)  # else tables lose text
 
-    def on_broken_pipe(self) -> NoReturn:
-        raise  # rich would exit with 1
+    def on_broken_pipe(self):
+        raise  # rich exits with 1

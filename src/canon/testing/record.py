@@ -24,6 +24,13 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
     return path
 
 
+def check_path(path: Path) -> None:
+    """Raise ValueError if a record cannot be written there."""
+    found = next(x for x in (path, *path.parents) if os.path.exists(x))
+    if (found == path) == found.is_dir() or not os.access(found, os.W_OK):
+        raise ValueError(f"no record can be written to {path}: choose another path with --record")
+
+
 def head(command: str) -> dict[str, Any]:
     """Return the provenance of a run, in UTC."""
     return {
