@@ -29,8 +29,8 @@ from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 from canon.testing.command_line import Console, at_least
 
-# The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
-# tables(rows), perhaps check(shape), fields of the record, and on_ranks(program, ranks).
+# Modules and options. A module has SHAPES, measure(shape, settings), tables(rows), perhaps
+# check(shape), fields(settings) and on_ranks(program, ranks).
 SUBJECTS = {
     "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),

@@ -207,7 +207,7 @@ def _interpret() -> bool:
     """Let kernels run on the CPU. Return whether Triton is there."""
     # Triton reads the variable when a module defines its kernels
     os.environ["TRITON_INTERPRET"] = "1"
-    with suppress(ModuleNotFoundError):  # no Triton: the import of a module that needs it will fail
+    with suppress(ModuleNotFoundError):  # a module that needs it will fail
         from canon.fast.kernels.interpreter import repair
         from canon.testing.interpreted_types import share_types
 

@@ -8,7 +8,7 @@ import rich.console
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number."""
+    """Return the type of whole numbers from ``least``."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:

@@ -16,12 +16,11 @@ import torch
 import canon
 
 
-def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
+def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write a record with further fields ``more``."""
     entry = {**head(command), **more, "results": list(results)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
-    return path
 
 
 def check_path(path: Path) -> None:
