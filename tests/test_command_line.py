@@ -1,6 +1,6 @@
 """The command line without a command, and the import of the package."""
 
-from programs import printed
+from programs import ended, printed
 
 import canon
 from canon.__main__ import main
@@ -17,6 +17,22 @@ assert len(recorder.temporaries) == 1
 slow = "torch._dynamo", "matplotlib", "canon.show.style"
 assert not [name for name in sys.modules if name.startswith(slow)]
 """
+
+UNREAD = """
+import os, sys
+from canon.__main__ import main
+reader, pipe = os.pipe()
+os.close(reader)
+for place in (pipe, os.open("/dev/full", os.O_WRONLY)):
+    for words in ("plan --tokens 64 --gpus 2", "show -h", "check canon.reference --list"):
+        os.dup2(place, 1)
+        print(main(words.split()), file=sys.stderr)
+"""
+
+
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
+    full = "canon: No space left on device\n2\n"
+    assert ended(UNREAD, PYTHONUNBUFFERED="").stderr == 3 * "141\n" + 3 * full
 
 
 def test_imports_and_recordings_do_not_load_dynamo_and_matplotlib():

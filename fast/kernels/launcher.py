@@ -185,8 +185,9 @@ def gpu_of(device: torch.device) -> Gpu:
         if device.index is None and len(found := set(_gpus.values())) == 1:
             return found.pop()
         raise RuntimeError(
-            f"the properties of {device} are unknown in this worker: call canon.fast.device.gpu_of "
-            "in the training process and pass its result as device"
+            f"the properties of {device} are unknown in this worker: call "
+            "canon.fast.kernels.launcher.gpu_of in the training process and pass its result as "
+            "device, or device='cpu' without a GPU"
         )
     properties = torch.cuda.get_device_properties(device)
     # ROCm numbers its architectures alike: gfx90a has 9.0

@@ -3,6 +3,7 @@ or ``python -m canon``.
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,24 @@ Ctrl-C. After Ctrl-C the table and the record hold the finished cases.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("canon: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        if error.errno == errno.EPIPE:
+            return 141  # as SIGPIPE does
+        print(f"canon: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
     # Triton reads the variable when canon.fast defines its kernels
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -84,11 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    try:
-        return found[arguments.command][0].run(arguments)
-    except KeyboardInterrupt:
-        print("canon: interrupted", file=sys.stderr)
-        return 130
+    return found[arguments.command][0].run(arguments)
 
 
 if __name__ == "__main__":

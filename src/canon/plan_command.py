@@ -18,14 +18,13 @@ from contextlib import suppress
 from math import gcd
 from pathlib import Path
 
-from rich.console import Console
-
 from canon.bench.schedule_peers import schedules_of
 from canon.bench.shapes import MASKS, shape_of
 from canon.bench.timing import table
 from canon.costs.network import ASSUMED, read_links
 from canon.costs.schedule_costs import plan_of
 from canon.fast.tables.tile_costs import divisors
+from canon.testing.command_line import Console
 
 MISUSED = 2
 DEFAULT = "no options"
@@ -75,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
         for row in rows
         if row in fastest.values()
     ]
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(table(f"model; links: {source}", columns, cells))
+    Console(180).print(table(f"model; links: {source}", columns, cells))
     print(_recipe(rows[0], untested=options.hosts > 1 and between == "assumed"))
     return 0
 

@@ -17,6 +17,7 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 
 MISUSED = 2
+NAMES = "a name that ends in .svg, .png or .pdf"
 LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
 # option: metavar, help, mask of its numbers
 MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             type=Path,
             required=True,
             metavar="FILE",
-            help="a name that ends in .svg, .png or .pdf",
+            help=NAMES,
         )
         masks = command.add_argument_group("masks", "several make their union")
         for name, (metavar, text, _) in MASKS.items():
@@ -92,6 +93,8 @@ def blocks(text: str) -> list[tuple[int, int]]:
 def run(arguments: argparse.Namespace) -> int:
     """Return the exit status: 0, or 2 for invalid arguments or without matplotlib."""
     try:
+        if not arguments.out.suffix:
+            raise ValueError(f"--out {arguments.out}: expected {NAMES}")
         drawn(arguments).savefig(arguments.out, bbox_inches="tight")
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         print(f"canon show: {error}", file=sys.stderr)

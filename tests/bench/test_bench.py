@@ -46,13 +46,20 @@ def test_shapes_and_masks_are_read():
             shapes.shape_of(text)
 
 
-def test_an_option_of_another_subject_is_refused(capsys):
+def test_an_option_of_another_subject_and_numbers_below_1_are_refused(capsys):
     for what in bench_command.SUBJECTS:
         options_of(what)
-    for words in (("host", "--cold"), ("plans", "--rounds", "3")):
+    foreign, small = "unrecognized arguments: --", "must be at least 1, got 0"
+    for line, message in {
+        "host --cold": f"{foreign}cold",
+        "plans --rounds 3": f"{foreign}rounds",
+        "links --rounds 0": small,
+        "plans --packs 0": small,
+        "plans --ranks 0": small,
+    }.items():
         with pytest.raises(SystemExit):
-            options_of(*words)
-        assert f"unrecognized arguments: {words[1]}" in capsys.readouterr().err
+            options_of(*line.split())
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- measuring

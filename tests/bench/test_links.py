@@ -24,6 +24,7 @@ def test_every_pair_has_a_row_and_wrong_bytes_have_none(monkeypatch):
 
 def test_the_command_writes_a_record_that_the_plan_reads(tmp_path):
     assert main(["bench", "links", "--ranks", "1"]) == 2
+    assert main(["bench", "links", "--record", str(tmp_path)]) == 2
     path = tmp_path / "links.json"
     assert main(["bench", "links", "--rounds", "2", "--record", str(path)]) == 0
     links, sources = read_links(path)

@@ -83,6 +83,16 @@ def test_results_of_another_type_are_named(returned, sentence, run, write_module
     assert sentence in " ".join(printed.out.split())
 
 
+@pytest.mark.parametrize(
+    "options", [ONLY, ONLY + " --record .", " --random 1", " --bits --tokens 9 --only whole*"]
+)
+def test_a_record_that_cannot_be_written_is_refused_before_the_check(options, run, tmp_path):
+    (tmp_path / "canon-check").touch()
+    status, printed, _ = run("canon.reference" + options)
+    assert status == 2
+    assert printed.err.startswith("canon check: no record can be written to ")
+
+
 @pytest.mark.parametrize("name", ["own.ipynb", "folder/own", ".."])
 def test_a_path_instead_of_a_name_is_refused_with_a_remedy(name, run):
     status, printed, _ = run(name)

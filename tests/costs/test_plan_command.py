@@ -57,6 +57,15 @@ def test_invalid_arguments_are_refused(words, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_a_narrow_terminal_cuts_no_cell(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(SMALL) == 0
+    printed = capsys.readouterr().out
+    assert " 12.58 " in printed
+    assert "…" not in printed
+
+
 @pytest.mark.parametrize("gb_s", [0, -50, float("nan"), float("inf")])
 def test_links_that_carry_nothing_are_refused(gb_s, tmp_path):
     path = tmp_path / "links.json"

@@ -205,7 +205,7 @@ def test_a_worker_does_not_start_cuda(monkeypatch):
     monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("CUDA starts"))
     monkeypatch.setattr(launcher, "_gpus", {})
-    with pytest.raises(RuntimeError, match=r"gpu_of in the training process"):
+    with pytest.raises(RuntimeError, match=f"{launcher.__name__}.gpu_of in the training process"):
         fast.prepare("attention", MASK, **SHAPES)
     launcher._gpus[torch.device("cuda", 3)] = H200  # found by the training process before it forked
     expected = fast.prepare("attention", MASK, device=H200, **SHAPES)

@@ -157,10 +157,13 @@ def test_the_command_draws_the_union_of_its_masks_with_blocks():
 @pytest.mark.parametrize(("words", "message"), [
     ("mask --window 4", "--window takes TOKENS,LEFT[,RIGHT], got 4"),
     ("mask", "give one or more of the masks --causal, --full, --window, --prefix, --documents"),
+    ("mask --causal 4 --out m", "--out m: expected a name that ends in .svg"),
     ("mask --causal 4 --blocks 2:5", "block 0 needs 0 <= start < stop <= 4"),
 ])  # fmt: skip
-def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys):
-    assert __main__.main(["show", *words.split(), "--out", str(tmp_path / "x.svg")]) == 2
+def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    what, *options = words.split()
+    assert __main__.main(["show", what, "--out", "x.svg", *options]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

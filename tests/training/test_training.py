@@ -5,6 +5,7 @@ gradients.
 import contextlib
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import canon
 from canon import Layout, Mask, reference
 from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
+from canon.training.losses import mean_of_ranks
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -191,12 +193,25 @@ LOSSES = sequence_loss, linear_loss
 def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
     def program():
         hidden = torch.randn(1, tokens[dist.get_rank()], VOCABULARY, requires_grad=True)
-        for loss in LOSSES:
-            found = loss(hidden, torch.full(hidden.shape[:2], 7), ignore_index=7)
+        for loss, items in product(LOSSES, (None, 0)):
+            labels = torch.full(hidden.shape[:2], 7)
+            found = loss(hidden, labels, ignore_index=7, num_items_in_batch=items)
             assert found == 0
             assert torch.autograd.grad(found, hidden)[0].eq(0).all()
 
     process_groups.threads(program, 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_items_but_a_label_of_one_rank_raise_on_every_rank(loss):
+    def program():
+        labels = torch.tensor([3 if dist.get_rank() else -100])
+        with pytest.raises(ValueError, match="num_items_in_batch must be above 0"):
+            loss(torch.zeros(1, VOCABULARY), labels, num_items_in_batch=0)
+
+    process_groups.threads(program, 2)
+    one = torch.ones(())  # as on a GPU
+    assert mean_of_ranks("loss", one, one, 0.0, None, 1) == torch.inf
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -12,6 +12,7 @@ TFLOP/s count visible cells: forward 4 h d area, backward 2.5 times that.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -26,9 +27,10 @@ from canon.bench import links, plans, shapes
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
+from canon.testing.command_line import Console, at_least
 
-# The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
-# tables(rows), perhaps check(shape), fields of the record, and on_ranks(program, ranks).
+# Modules and options. A module has SHAPES, measure(shape, settings), tables(rows), perhaps
+# check(shape), fields(settings) and on_ranks(program, ranks).
 SUBJECTS = {
     "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),
@@ -51,20 +53,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "dtype": {"default": "bfloat16", "choices": ["bfloat16", "float16", "float32"]},
     "rounds": {
-        "type": int,
+        "type": at_least(1),
         "default": 10,
         "metavar": "N",
         "help": "how often all are timed (default 10)",
     },
     "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
     "ranks": {
-        "type": int,
+        "type": at_least(1),
         "action": "append",
         "metavar": "N",
         "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
     },
     "packs": {
-        "type": int,
+        "type": at_least(1),
         "default": 20,
         "metavar": "N",
         "help": "packs for each number of ranks (20)",
@@ -75,23 +77,24 @@ Batches = Iterator[list[dict]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon bench``."""
+    """Add the arguments."""
     subjects = parser.add_subparsers(dest="what", required=True, metavar="SUBJECT")
     for what, (_, names) in SUBJECTS.items():
         subject = subjects.add_parser(what)
         for name in names.split():
             subject.add_argument(f"--{name}", **OPTIONS[name])
-        text = f"where to write JSON (default canon-bench/{what}.json)"
-        subject.add_argument("--record", type=Path, help=text)
+        path = Path(f"canon-bench/{what}.json")
+        text = f"where to write JSON (default {path})"
+        subject.add_argument("--record", type=Path, default=path, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Return the exit status."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(140)
     module = import_module(f"canon.bench.{SUBJECTS[options.what][0]}")
     try:
+        if not int(os.environ.get("RANK", 0)):  # it writes
+            record.check_path(options.record)
         batches, settings = _prepared(options, module)
     except ValueError as error:
         console.print(f"canon bench: {error}", markup=False)
@@ -107,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     for name, value in more.items():
         console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
-    console.print(f"record: {_record_path(options)}", markup=False)
+    console.print(f"record: {options.record}", markup=False)
     of_canon = lambda row: row.get("peer") is False or row.get("contender", "").startswith("canon")
     return DISAGREES if any("failed" in row and of_canon(row) for row in rows) else 0
 
@@ -157,12 +160,8 @@ def _device(several: bool) -> torch.device:
     return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 
-def _record_path(options: argparse.Namespace) -> Path:
-    return options.record or Path(f"canon-bench/{options.what}.json")
-
-
 def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
     more |= {"dtype": options.dtype} if "dtype" in options else {}
     given = {name: getattr(options, name) for name in SUBJECTS[options.what][1].split()}
     command = record.command("canon", "bench", options.what, **given)
-    record.write(_record_path(options), command, rows, **more)
+    record.write(options.record, command, rows, **more)

@@ -19,7 +19,7 @@ class OnRanks:
     measure: Callable[[Shape, Settings], list[dict[str, Any]]]
     shapes: tuple[Shape, ...]
     settings: Settings
-    # called on rank 0 after each shape, with all rows so far
+    # rank 0 calls it after each shape, with all rows
     keep: Callable[[list[dict]], object] | None = None
 
     def __call__(self) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from canon.testing.deterministic import deterministic
 
 FLASH4 = "flash-attn-4"
 SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash"}  # torch's kernels
-LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
+LARGEST_DENSE = 1 << 32  # cells of a mask that becomes a BlockMask
 LARGEST_SCORES = 1 << 28  # cells of all heads, for "SDPA mask"
 
 

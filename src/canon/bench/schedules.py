@@ -38,7 +38,7 @@ from canon.bench.timing import Eager, eager_rounds, median_of, peak_mb, shown_mb
 from canon.masks.layout import Layout
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
-CHECKED = 4096  # tokens of the sequence on which agreement is checked
+CHECKED = 4096  # tokens on which agreement is checked
 LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 250.0  # seconds for Canon, and for its peers
 PROFILED = 5  # runs under the profiler, which delays the host now and then

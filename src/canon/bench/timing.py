@@ -19,11 +19,11 @@ LONG = 20.0  # milliseconds; a longer run is its own warm-up
 # clocks (2 ms) that the device waits before timed runs, so that launches are queued ahead
 LEAD = 4_000_000
 CLOCKS = 3e9  # further clocks for each second of launching
-MATMUL = 8192  # rows and columns of the product that sets the ceiling
+MATMUL = 8192  # of the product that sets the ceiling
 COPIED = 1 << 30  # bytes
-FLUSHED = 256 << 20  # bytes that a kernel reads to fill L2 with other lines
+FLUSHED = 256 << 20  # bytes that fill L2 with other lines
 SPAN = 20.0  # milliseconds of eager calls in one measurement
-MOST_CALLS = 100  # in one measurement, so that the queue of launches never fills up
+MOST_CALLS = 100  # so that the queue of launches never fills up
 
 
 def milliseconds(
@@ -150,7 +150,9 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(*columns, title=title)
+    shown = Table(title=title)
+    for name in columns:
+        shown.add_column(name, overflow="fold")
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown

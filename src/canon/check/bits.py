@@ -200,7 +200,7 @@ class BitsRunner(CaseRunner):
     heads: tuple[int, int] = (1, 1)
 
     def __call__(self) -> list[dict[str, Any]]:
-        # several threads of a CPU may divide sums by the shape of a product
+        # as `CaseRunner` does
         torch.set_num_threads(1)
         results = []
         for column in self.columns:

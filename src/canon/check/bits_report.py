@@ -39,8 +39,8 @@ def report(
     for row, why in reversed(reasons.items()):
         console.print(f"{row}: {why}", markup=False, highlight=False)
     kept = {"module": arguments.module, **sizes}
-    path = record.write(arguments.record or RECORD, command_of(arguments), results, **kept)
-    console.print(f"Record: {path}.", highlight=False)
+    record.write(arguments.record, command_of(arguments), results, **kept)
+    console.print(f"Record: {arguments.record}.", highlight=False)
     cells = [
         _cell(results, name, *column)
         for name in names

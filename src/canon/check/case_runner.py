@@ -38,7 +38,7 @@ from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended, Measure, Results, agreement
 
 DIGITS = 12  # of the digest of results with rank_invariant=True
-_inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
+_inputs_lock = threading.Lock()  # ranks that are threads share cached inputs
 
 
 class CaseFailed(Exception):

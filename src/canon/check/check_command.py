@@ -3,17 +3,18 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
-from canon.check import bits, contract, fixed_check, module_import, random_check
+from canon.check import bits, bits_report, contract, fixed_check, module_import, random_check
 from canon.check.cases import DTYPES, covered
 from canon.check.check_report import AGREES, DISAGREES, MISUSED
 from canon.check.fixed_check import BUDGET, RECORD
 from canon.check.placement import placement
+from canon.testing import command_line, record
+from canon.testing.command_line import at_least
 
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
@@ -25,17 +26,6 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
         ("documents", "tokens", "dtype", "list"),
     ),
 }
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number."""
-
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
     """Run the check and return the exit status."""
-    console = console or Console(width=None if sys.stdout.isatty() else 120)
+    console = console or command_line.Console(120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:
         if arguments.template:
@@ -180,6 +170,10 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
         for line in module_import.remarks(module, covered(module).tested):
             console.print(line, markup=False, highlight=False)
     _check_options(arguments, place.device)
+    default = RECORD if arguments.random is None else random_check.record_of(name)
+    arguments.record = arguments.record or (bits_report.RECORD if arguments.bits else default)
+    if not arguments.list:
+        record.check_path(arguments.record)
     if arguments.bits:
         return DISAGREES if bits.run(arguments, console, place.device, module) else AGREES
     if arguments.random is None:
@@ -213,7 +207,7 @@ def _interpret() -> bool:
     """Let kernels run on the CPU. Return whether Triton is there."""
     # Triton reads the variable when a module defines its kernels
     os.environ["TRITON_INTERPRET"] = "1"
-    with suppress(ModuleNotFoundError):  # no Triton: the import of a module that needs it will fail
+    with suppress(ModuleNotFoundError):  # a module that needs it will fail
         from canon.fast.kernels.interpreter import repair
         from canon.testing.interpreted_types import share_types
 

@@ -22,7 +22,7 @@ MARKS = {  # verdicts
     "declined": "dim",
 }
 NUMBERS = {"error", "bound", "ratio"}
-# parts of faults, the most specific first; after them come exceptions
+# parts of faults, the most specific first; then exceptions
 TELLING = (
     "no rank can continue",
     "the ranks disagree",

@@ -56,8 +56,8 @@ def run(arguments: argparse.Namespace, console: Console, place: Placement, modul
         if names:
             console.print(f"{why}: {', '.join(names)}.")
     names = (Path(x).name if Path(x).is_absolute() else x for x in documents.names)
-    path = record.write(
-        arguments.record or RECORD,
+    record.write(
+        arguments.record,
         check_report.command_of(arguments, ranks=place.ranks),
         results,
         module=name,
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, console: Console, place: Placement, modul
         absent=functions.absent,
         untried=functions.untried,
     )
-    console.print(f"Record: {path}.", highlight=False)
+    console.print(f"Record: {arguments.record}.", highlight=False)
     agree = check_report.summary([result["verdict"] for result in results], console)
     return INTERRUPTED if interrupted else AGREES if agree else DISAGREES
 

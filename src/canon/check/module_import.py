@@ -13,7 +13,7 @@ from unittest import mock
 
 from canon.check.cases import WHOLE, parameters_of
 
-ENDS = ("_exit", "execv", "execve")  # functions of os that end a program without an exception
+ENDS = ("_exit", "execv", "execve")  # of os: they raise no exception
 # parameters of other libraries: the check does not pass them
 UNUSED = {"causal", "is_causal", "dropout_p", "dropout", "attn_mask"}
 

@@ -22,7 +22,7 @@ from canon.check.run_cases import run_groups
 from canon.testing import record
 from canon.testing.judge import short
 
-RANKS = 8  # default for the largest number of ranks
+RANKS = 8  # at most, by default
 
 
 def record_of(module: str) -> Path:
@@ -65,8 +65,8 @@ def run(
             console.print(f"  {field}: {value}", markup=False, highlight=False, soft_wrap=True)
     console.print(_table(name, rows))
     head = {"table": table, "world": kind, "ranks": ranks, "cases": sorted(rows)}
-    path = _write(arguments, head | {"failures": failures})
-    console.print(f"Record: {path}.", highlight=False)
+    _write(arguments, head | {"failures": failures})
+    console.print(f"Record: {arguments.record}.", highlight=False)
     agree = check_report.summary([row[2] for row in rows], console)
     return INTERRUPTED if interrupted else AGREES if agree else DISAGREES
 
@@ -94,11 +94,10 @@ def _table(module: str, rows: list[list]) -> Table:
     return shown
 
 
-def _write(arguments: argparse.Namespace, results: dict[str, Any]) -> Path:
+def _write(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
     head = record.head(command_of(arguments, first=arguments.first or None))
     kept = {"module": arguments.module, "runs": [head | given | results]}
-    path = arguments.record or record_of(arguments.module)
+    path = arguments.record
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record.finite(kept)) + "\n")
-    return path

@@ -16,12 +16,18 @@ import torch
 import canon
 
 
-def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
+def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write a record with further fields ``more``."""
     entry = {**head(command), **more, "results": list(results)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
-    return path
+
+
+def check_path(path: Path) -> None:
+    """Raise ValueError if a record cannot be written there."""
+    found = next(x for x in (path, *path.parents) if os.path.exists(x))
+    if (found == path) == found.is_dir() or not os.access(found, os.W_OK):
+        raise ValueError(f"no record can be written to {path}: choose another path with --record")
 
 
 def head(command: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def sequence_loss(
         weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean
             divides by their sum, so they must be finite and at least 0. Weight 0 counts as no
             label. With num_items_in_batch, they may have any sign.
-        num_items_in_batch: divide by this number instead, of all ranks and microbatches. Then the
-            losses of microbatches add up. 1 gives the sum.
+        num_items_in_batch: divide by this number of all ranks and microbatches instead, so that
+            losses of microbatches add up. 1 gives the sum. 0 needs tokens without labels.
         group: the ranks that hold the sequence, as in `canon.faces`.
         ignore_index: the label of tokens without a loss.
 
@@ -49,8 +49,9 @@ def sequence_loss(
     for float64), and added in float64. Cost: one all-reduce of 16 bytes.
 
     Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On
-    a GPU, a label outside the vocabulary is a device-side assertion, a `num_items_in_batch` in a
-    tensor is not compared, and the host waits for weights without one, except in a CUDA graph.
+    a GPU, a label outside the vocabulary is a device-side assertion, 0 items give an infinite loss,
+    items in a tensor are not compared, and the host waits for weights without items, except in a
+    CUDA graph.
     """
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
@@ -90,7 +91,7 @@ def mean_of_ranks(
         with named_failures(name, group, ranks):
             dist.all_reduce(totals, group=group)
     divisor = totals[1] if items is None else torch.zeros_like(totals[1]) + items
-    divisor = torch.where(divisor == 0, 1, divisor)
+    divisor = torch.where(totals[1] == 0, 1, divisor)
     return _GlobalMean.apply(own, totals[0] / divisor, ranks / divisor)
 
 
@@ -109,9 +110,9 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tensor:
-    """Return this rank's number of valid tokens, or the sum of their weights."""
+    """Return the number of valid tokens, or the sum of their weights' sizes."""
     valid = labels != ignore_index
-    counted = valid if weights is None else torch.where(valid, weights.flatten(), 0)
+    counted = valid if weights is None else torch.where(valid, weights.flatten().abs(), 0)
     return counted.sum(dtype=torch.float64)
 
 
@@ -174,7 +175,14 @@ def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None
 def check_weights(
     weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int
 ) -> None:
-    """Raise ValueError if weights of a mean could cancel, or lose digits."""
+    """Raise ValueError if weights of a mean could cancel, or lose digits, or items are 0."""
+    if (
+        shift_labels.device.type == "cpu"
+        and isinstance(items, float)
+        and not items
+        and count_of(shift_labels.flatten(), weights, ignore_index)
+    ):
+        raise ValueError("num_items_in_batch must be above 0 if labels count, got 0")
     if (
         weights is None
         or items is not None
