@@ -3,13 +3,13 @@
 import copy
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import nbformat
 import pytest
 import real_ranks
 import torch
 import torch.distributed as dist
+from folders import NOTEBOOKS
 from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask, fast
@@ -17,7 +17,6 @@ from canon.fast.kernels.gluon import masking
 from canon.reference import local
 from canon.testing import process_groups
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
 SMALL = Place("cpu", 2, 64, h=2, g=2, d=16)
 FUNCTIONS = {
     "02_ring_and_zigzag": ("ring_attention", "zigzag_attention", "striped_attention"),
@@ -29,7 +28,7 @@ CASES = [(name, function) for name, functions in FUNCTIONS.items() for function 
 
 def section(name):
     """Run the imports and the section "On real ranks" of a notebook. Return its names."""
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
     start, stop = (
         next(place for place, cell in enumerate(cells) if f"## {title}" in cell.source.splitlines())
         for title in ("On real ranks", "Exercises")
@@ -44,7 +43,7 @@ def section(name):
 
 def started(name):
     """Run the first code cell of a notebook. Return its names and the other cells of code."""
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
     imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
     names = {}
     exec(imports, names)
@@ -68,7 +67,7 @@ def short_threads(monkeypatch):
     """Run sections with short inputs, on two threads instead of processes."""
     monkeypatch.setattr(real_ranks, "here", lambda: SMALL)
     monkeypatch.setattr(process_groups, "processes", process_groups.threads)
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(NOTEBOOKS))
     monkeypatch.setenv("MPLBACKEND", "Agg")
 
 
@@ -95,7 +94,7 @@ def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["08_backward", "09_grouped_heads", "10_overlap_on_hopper"])
 def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(NOTEBOOKS))
     names, others = started(name)
     compared = [
         cell for cell in others if "agree_with_reference(" in cell or "forward_runs.run(" in cell

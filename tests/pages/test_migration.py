@@ -5,11 +5,11 @@ equal FlexAttention's.
 import copy
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from folders import PAPER
 from sharded import close
 from torch.nn.attention.flex_attention import create_mask
 
@@ -17,7 +17,7 @@ import canon
 from canon import Band, Layout, Mask, fast, reference
 from canon.testing import oracle, process_groups
 
-PAGE = (Path(__file__).resolve().parents[2] / "paper" / "migration.md").read_text()
+PAGE = (PAPER / "migration.md").read_text()
 BLOCKS = re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 (TRANSFORMERS,) = (code for system, code in BLOCKS if system == "Hugging Face")
 CANON = [code for system, code in BLOCKS if system == "Canon"]

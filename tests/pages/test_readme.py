@@ -5,24 +5,23 @@ follow from records.
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from folders import NOTEBOOKS, PAPER, ROOT
 from programs import losses_of, on_forked_ranks, under_torchrun
 
 from canon import Layout, Mask, __main__, reference
 from canon.check import check_command
 from canon.testing import process_groups
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = BLOCK.findall(README)
 (START,) = (text for language, text in BLOCKS if language == "python")
 COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
-TRAIN = ROOT / "notebooks" / "train.py"
+TRAIN = NOTEBOOKS / "train.py"
 
 
 def section(title: str) -> str:
@@ -111,8 +110,8 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
 PAGES = [
     ROOT / "README.md",
     ROOT / "STYLE.md",
-    *(ROOT / "notebooks").glob("*.md"),
-    *(ROOT / "paper").glob("*.md"),
+    *NOTEBOOKS.glob("*.md"),
+    *PAPER.glob("*.md"),
 ]
 
 

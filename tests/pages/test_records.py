@@ -3,12 +3,9 @@ than its records.
 """
 
 import re
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PAPER = ROOT / "paper"
+from folders import DATA, NOTEBOOKS, PAPER, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +31,14 @@ def test_the_measurements_and_articles_are_read_in_45_minutes(pages):
 
 
 def test_the_index_of_records_is_written_from_them(scripts):
-    assert (PAPER / "data" / "README.md").read_text() == scripts("records").index(), (
+    assert (DATA / "README.md").read_text() == scripts("records").index(), (
         "run `python paper/measured.py`"
     )
 
 
 def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):
     notebooks = [
-        path.read_text().replace("](../paper/", "](paper/")
-        for path in (ROOT / "notebooks").glob("*.md")
+        path.read_text().replace("](../paper/", "](paper/") for path in NOTEBOOKS.glob("*.md")
     ]
     assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text(), *notebooks) == []
 
