@@ -1,6 +1,5 @@
 """The notebooks find a wrong result of each fast function, of the reference and of a kernel."""
 
-import copy
 from collections import Counter
 from functools import partial
 
@@ -10,6 +9,7 @@ import real_ranks
 import torch
 import torch.distributed as dist
 from folders import NOTEBOOKS
+from hopper import plant
 from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask, fast
@@ -26,9 +26,13 @@ FUNCTIONS = {
 CASES = [(name, function) for name, functions in FUNCTIONS.items() for function in functions]
 
 
+def cells_of(name):
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+
+
 def section(name):
     """Run the imports and the section "On real ranks" of a notebook. Return its names."""
-    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+    cells = cells_of(name)
     start, stop = (
         next(place for place, cell in enumerate(cells) if f"## {title}" in cell.source.splitlines())
         for title in ("On real ranks", "Exercises")
@@ -43,8 +47,7 @@ def section(name):
 
 def started(name):
     """Run the first code cell of a notebook. Return its names and the other cells of code."""
-    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
+    imports, *others = (cell.source for cell in cells_of(name) if cell.cell_type == "code")
     names = {}
     exec(imports, names)
     return names, others
@@ -103,10 +106,7 @@ def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monk
     assert compared
     for cell in compared:
         exec(cell, names)
-    right, wrong = masking.visible_columns, copy.copy(masking.visible_columns)
-    wrong.raw_src = ["".join(right.raw_src).replace("rows + hi + 1", "rows + hi + 2")]
-    assert wrong.raw_src != ["".join(right.raw_src)]
-    monkeypatch.setattr(masking, "visible_columns", wrong)
+    plant(monkeypatch, masking, "visible_columns", "rows + hi + 1", "rows + hi + 2")
     for cell in compared:
         with pytest.raises(AssertionError, match=r"^gluon, \w+: out is \d+\.\d times the bound"):
             exec(cell, names)
