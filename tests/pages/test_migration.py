@@ -25,7 +25,7 @@ TOKENS, ENDS, KEY_ENDS, LEFT, PREFIX = 32, [0, 8, 32], [0, 12, 36], 5, 7
 SCALE = 0.3
 
 
-def whole(tokens: int) -> list[torch.Tensor]:
+def whole(tokens):
     """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key
     heads and narrower values.
     """
@@ -44,7 +44,7 @@ EXPECTED += [Mask.window(TOKENS, LEFT, 0)]
 SCALED = 4  # the block of Pith-Train has a scale
 
 
-def names_of_the_page(rank: int, ranks: int) -> dict:
+def names_of_the_page(rank, ranks):
     """Return the names that a block of the page takes from its reader."""
 
     def project(part):

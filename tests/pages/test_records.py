@@ -9,7 +9,7 @@ from folders import DATA, NOTEBOOKS, PAPER, ROOT
 
 
 @pytest.fixture(scope="module")
-def pages(scripts) -> dict[str, str]:
+def pages(scripts):
     return scripts("measured").pages()
 
 
@@ -18,7 +18,7 @@ def test_every_number_on_a_page_follows_from_its_records(pages):
         assert (PAPER / f"{name}.md").read_text() == text, "run `python paper/measured.py`"
 
 
-def words(text: str) -> int:
+def words(text):
     """Return the words of a page, without addresses and the marks of tables."""
     plain = re.sub(r"<!--.*?-->|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL)
     return sum(bool(re.search(r"\w", word)) for word in plain.split())
