@@ -24,6 +24,11 @@ def assert_same(found, expected, exact):
     torch.testing.assert_close(found, expected, **(dict(rtol=0, atol=0) if exact else {}))
 
 
+def compare(compiled, eager, exact, *given):
+    """Fail unless both functions have the same results and gradients."""
+    assert_same(results(compiled, *given), results(eager, *given), exact)
+
+
 def compiled_once(function, backend):
     """Compile without graph breaks, and forget earlier graphs."""
     torch._dynamo.reset()

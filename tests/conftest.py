@@ -21,6 +21,7 @@ import pytest
 import sampling
 import torch
 import torch.distributed as dist
+from folders import PAPER
 from hypothesis import settings
 from torch.utils._pytree import tree_leaves
 
@@ -296,7 +297,7 @@ def scripts():
     """Return a function that imports a script of `paper` by its name. The scripts import each other
     from their folder.
     """
-    before, folder = set(sys.modules), str(Path(__file__).resolve().parents[1] / "paper")
+    before, folder = set(sys.modules), str(PAPER)
     sys.path.insert(0, folder)
     yield importlib.import_module
     sys.path.remove(folder)

@@ -7,7 +7,7 @@ VOCABULARY, ENDS = 64, (0, 30, 31, 96)  # of the documents of a sequence
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int = 64):
+    def __init__(self, width=64):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.project = nn.Linear(width, 8 * 16), nn.Linear(4 * 16, width)
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Two layers over sequences of constant difference, which need attention."""
 
-    def __init__(self, width: int = 64):
+    def __init__(self, width=64):
         super().__init__()
         self.text, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(ENDS[-1], width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(2))
@@ -37,7 +37,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def batch_of(draw: torch.Generator) -> torch.Tensor:
+def batch_of(draw):
     """Return documents of 8 sequences: each begins anywhere, with a difference of 1 to 4."""
     documents = []
     for n in torch.tensor(ENDS).diff().tolist():

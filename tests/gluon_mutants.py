@@ -141,44 +141,45 @@ for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
 
 
 # ------------------------------------------------------------------ mutants
-def left_out(call: ast.Call) -> ast.expr:
+def left_out(call):
     return ast.Constant(None)
 
 
-def other_parity(call: ast.Call) -> ast.expr:
+def other_parity(call):
     call.args[1] = ast.BinOp(call.args[1], ast.BitXor(), ast.Constant(1))
     return call
 
 
-def one_more_in_flight(call: ast.Call) -> ast.expr:
+def one_more_in_flight(call):
     call.args[0] = ast.BinOp(call.args[0], ast.Add(), ast.Constant(1))
     return call
 
 
-def of_the_other_order(call: ast.Call) -> ast.expr:
+def of_the_other_order(call):
     """One adder for two, and two for one."""
     return ast.BinOp(call, ast.BitXor(), ast.Constant(3))
 
 
-def all_rows(call: ast.Call) -> ast.expr:
+def all_rows(call):
     call.args[3] = ast.Constant(1 << 20)
     return call
 
 
+LEFT_OUT = {"is left out": left_out}
 CHANGES = {
-    "mbarrier.wait": {"is left out": left_out, "waits for the other parity": other_parity},
-    "mbarrier.arrive": {"is left out": left_out},
-    "mbarrier.expect": {"is left out": left_out},
-    "fence_async_shared": {"is left out": left_out},
-    "ping_pong_wait": {"is left out": left_out},
-    "ping_pong_arrive": {"is left out": left_out},
-    "tma.store_wait": {"is left out": left_out},
+    "mbarrier.wait": LEFT_OUT | {"waits for the other parity": other_parity},
+    "mbarrier.arrive": LEFT_OUT,
+    "mbarrier.expect": LEFT_OUT,
+    "fence_async_shared": LEFT_OUT,
+    "ping_pong_wait": LEFT_OUT,
+    "ping_pong_arrive": LEFT_OUT,
+    "tma.store_wait": LEFT_OUT,
     "hopper.warpgroup_mma_wait": {"waits for one MMA fewer": one_more_in_flight},
-    "publish": {"is left out": left_out},
-    "wait_for_ticket": {"is left out": left_out},
-    "wait_for_reductions": {"is left out": left_out},
-    "fence_async_global": {"is left out": left_out},
-    "publish_ticket": {"is left out": left_out},
+    "publish": LEFT_OUT,
+    "wait_for_ticket": LEFT_OUT,
+    "wait_for_reductions": LEFT_OUT,
+    "fence_async_global": LEFT_OUT,
+    "publish_ticket": LEFT_OUT,
     "adders": {"is that of the other order": of_the_other_order},
     "store_tile": {"stores rows behind the work tile's": all_rows},
 }
@@ -193,13 +194,13 @@ class Mutation(ast.NodeTransformer):
     branches that are not taken.
     """
 
-    def __init__(self, branches: Branches, number: int):
+    def __init__(self, branches, number):
         self.branches, self.number = branches, number
         self.source = ""
         self.changes: list[str] = []
         self.names: list[str] = []
 
-    def visit_If(self, node: ast.If) -> ast.If:
+    def visit_If(self, node):
         test = node.test
         conditions = (
             test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
@@ -210,16 +211,16 @@ class Mutation(ast.NodeTransformer):
             self.visit(statement)
         return node
 
-    def known(self, test: ast.expr) -> bool | None:
+    def known(self, test):
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return None if (value := self.known(test.operand)) is None else not value
         return self.branches.get(ast.unparse(test).rpartition(".")[2])
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:
+    def visit_Name(self, node):
         self.names.append(node.id)
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node):
         self.generic_visit(node)
         before = ast.unparse(node)
         for what, change in CHANGES.get(ast.unparse(node.func), {}).items():
@@ -229,7 +230,7 @@ class Mutation(ast.NodeTransformer):
         return node
 
 
-def changes(function: GluonJITFunction, branches: Branches, number: int = -1) -> Mutation:
+def changes(function, branches, number=-1):
     """Return the mutation of a function, with its source after change ``number``, if it has that
     many.
     """
@@ -239,14 +240,14 @@ def changes(function: GluonJITFunction, branches: Branches, number: int = -1) ->
     return mutation
 
 
-def mutated(function: GluonJITFunction, branches: Branches, number: int) -> GluonJITFunction:
+def mutated(function, branches, number):
     """Return the function with change ``number``."""
     mutant = copy.copy(function)
     mutant.raw_src = [changes(function, branches, number).source]
     return mutant
 
 
-def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJITFunction]:
+def reached(function, branches):
     """Return a kernel and the kernel functions that it calls."""
     found = {function.fn.__name__: function}
     for name in changes(function, branches).names:
@@ -256,7 +257,7 @@ def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJI
     return found
 
 
-def mutants(kernel: Kernel) -> dict[str, tuple[GluonJITFunction, int]]:
+def mutants(kernel):
     """Return the function and the number of each change of a kernel."""
     found = {}
     for name, function in reached(kernel.function, kernel.branches).items():

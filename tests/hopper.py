@@ -5,6 +5,7 @@ A simulated run also checks the protocol. Reading a buffer before it is full and
 before it is read are faults. The simulator finds them in every order of loads and warpgroups.
 """
 
+import copy
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -13,7 +14,8 @@ from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask, fast
 from canon.fast import backend, backward, local
-from canon.fast.kernels.gluon import config
+from canon.fast.kernels import launcher
+from canon.fast.kernels.gluon import config, launch
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
 from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.device_plans import uploaded
@@ -128,7 +130,7 @@ def growing(growth, dtype=torch.bfloat16):
     return mask, q, k, v
 
 
-def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
+def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split"):
     """Return the results of both passes on the kernels that surround the call."""
     out, lse = local.attention_forward(q, k, v, mask, scale=scale)
     grads = backward.attention_backward(
@@ -137,7 +139,7 @@ def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attend
     return Attended(out, lse, *grads)
 
 
-def attend(*given, **more) -> Attended:
+def attend(*given, **more):
     """Return the results of `both_passes` on the Hopper kernels. ``order`` and ``seed``: those of
     `hopper`.
     """
@@ -168,7 +170,33 @@ def noted(monkeypatch, module, name, of_result):
         yield found
 
 
-def forward(q, k, v, mask, tiles, **how) -> Attended:
+def plant(monkeypatch, module, name, right, wrong):
+    """Replace a text in the source of a kernel function of ``module``, which the simulator runs."""
+    function = copy.copy(getattr(module, name))
+    source = "".join(function.raw_src)
+    assert right in source
+    function.raw_src = [source.replace(right, wrong)]
+    monkeypatch.setattr(module, name, function)
+
+
+def plan_for_hopper(monkeypatch, sms):
+    """Plan for a Hopper GPU with so many SMs, for which the CPU stands, and drop its launches."""
+    automatic = backward.automatic
+    monkeypatch.setattr(launcher, "_launch", lambda *_: None)
+    monkeypatch.setattr(launch, "check_runs", lambda _: None)
+    monkeypatch.setattr(launch, "SIMULATED_SMS", sms)
+    monkeypatch.setattr(backward, "automatic", lambda *given: automatic(*given, sms))
+
+
+def not_finite(value, start=0):
+    """Return a mask of 5 queries over 700 keys, q, k and v: 128 keys have scores of ``value``."""
+    mask = Mask.causal(5, 700)
+    q, k, v, *_ = inputs(mask, g=2)
+    q[..., 0], k[:, start : start + 128, :, 0] = 1, value
+    return mask, q, k, v
+
+
+def forward(q, k, v, mask, tiles, **how):
     """Return out and lse of the Hopper forward with this configuration."""
     with config.forced(forward=tiles), hopper(**how):
         return Attended(*local.attention_forward(q, k, v, mask))

@@ -3,14 +3,12 @@ with arguments rebuilt on the new tensors.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from canon.fast.kernels import launcher
-from canon.fast.replay.recorder import Launch, Place, Zero
+from canon.fast.replay.recorder import Zero
 from canon.fast.replay.recordings import PreparedPass
 from canon.masks.plan_cache import PLANS
 
@@ -20,7 +18,7 @@ class InterpretedPass(PreparedPass):
 
     _bound = staticmethod(lambda operations, place: _Interpreted(operations, place))
 
-    def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
+    def replay(self, tensors, addresses):
         room = [torch.empty(self.bytes, dtype=torch.uint8)] if self.bytes else []
         self._run((*tensors, *self.held, *room))
 
@@ -35,10 +33,10 @@ def recorded():
 
 
 class _Interpreted:
-    def __init__(self, operations: list[Launch | Zero], place: Callable[[Place], Place]):
+    def __init__(self, operations, place):
         self.operations, self.place = operations, place
 
-    def __call__(self, buffers: tuple[Tensor, ...]) -> None:
+    def __call__(self, buffers):
         for operation in self.operations:
             if isinstance(operation, Zero):
                 self._view(buffers, operation.place, torch.uint8, (operation.bytes,), (1,)).zero_()
@@ -51,7 +49,7 @@ class _Interpreted:
                     **operation.constants,
                 )
 
-    def _rebuilt(self, x: Any, launch: Launch, buffers: tuple[Tensor, ...]) -> Any:
+    def _rebuilt(self, x, launch, buffers):
         if isinstance(x, tuple):
             return tuple(self._rebuilt(part, launch, buffers) for part in x)
         if isinstance(x, Tensor):
@@ -63,7 +61,7 @@ class _Interpreted:
             return made
         return x
 
-    def _view(self, buffers: tuple[Tensor, ...], place: Place, dtype: torch.dtype, *sizes: Any):
+    def _view(self, buffers, place, dtype, *sizes):
         p, new = self.place(place), torch.empty(0, dtype=dtype)
         storage = buffers[p.slot].untyped_storage()
         start = buffers[p.slot].data_ptr() + p.offset - storage.data_ptr()

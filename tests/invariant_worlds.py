@@ -31,7 +31,7 @@ HEADS = {
 FIELDS = Attended._fields
 
 
-def attended(half, function, mask, held, tensors, **options) -> Attended:
+def attended(half, function, mask, held, tensors, **options):
     """Return the results of both passes on the ranks of the layout ``held``, for the whole
     sequence.
     """
@@ -55,7 +55,7 @@ def inputs(mask, heads, dtype, batch=1):
 
 
 @functools.cache
-def on_one_rank(half, mask, heads, dtype, method="auto", batch=1) -> Attended:
+def on_one_rank(half, mask, heads, dtype, method="auto", batch=1):
     """Return the results of `attention`."""
     layout = Layout.contiguous(mask.queries, 1)
     return attended(
@@ -78,7 +78,7 @@ def decoded(half, ends, q, k, v, mask=None, **options):
     return process_groups.threads(program, len(ends))
 
 
-def different(one: Attended, other: Attended) -> list[str]:
+def different(one, other):
     """Return the names of the results with different bits."""
     return [
         name
@@ -87,11 +87,11 @@ def different(one: Attended, other: Attended) -> list[str]:
     ]
 
 
-def same_bits(one, other) -> bool:
+def same_bits(one, other):
     """Return whether all tensors of two results have the same bits."""
     return all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x):
     """Return the bits of a tensor as whole numbers. NaN equals NaN, and 0 differs from -0."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

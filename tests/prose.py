@@ -8,8 +8,6 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 LONGEST = 28  # words of a sentence
 CLAUSE = re.compile(r"(what|whatever|who|whoever|whose|which|that)\b(?!.*\?$)", re.IGNORECASE)
@@ -24,7 +22,7 @@ ENTRY = re.compile(r"([-*+]|\d+\.|\w[\w, ]*:)\s")
 SKIPPED = re.compile(r"[|#<!]|>>>|.*\S {3,}\S")  # tables, headings, HTML, doctests
 
 
-def findings(paths: Iterable[Path]) -> tuple[list[str], list[str], int]:
+def findings(paths):
     """Return sentences with a wrong word, sentences that are too long, and the number of words in
     all files.
     """
@@ -38,7 +36,7 @@ def findings(paths: Iterable[Path]) -> tuple[list[str], list[str], int]:
     return wrong, long, sum(len(sentence.split()) for _, sentence in found)
 
 
-def sentences(path: Path) -> Iterator[str]:
+def sentences(path):
     """Yield the sentences of a Python, Markdown or Typst file. A code span becomes one word."""
     text = path.read_text()
     blocks = {".md": [text], ".typ": [without_markup(text)]}.get(path.suffix)
@@ -50,7 +48,7 @@ def sentences(path: Path) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z(\"*])", plain)
 
 
-def without_markup(source: str) -> str:
+def without_markup(source):
     """Return the text of a Typst file. A measured number, a formula and a reference become one word
     each.
     """
@@ -62,7 +60,7 @@ def without_markup(source: str) -> str:
     return re.sub(r"(?<!\w)[*_]+|[*_]+(?!\w)|\]\)?$", "", text, flags=re.MULTILINE)
 
 
-def docstrings_and_comments(source: str) -> Iterator[str]:
+def docstrings_and_comments(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield ast.get_docstring(node) or ""
@@ -75,7 +73,7 @@ def docstrings_and_comments(source: str) -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def paragraphs(text: str) -> Iterator[str]:
+def paragraphs(text):
     lines: list[str] = []
     for line in [*map(str.strip, text.split("\n")), ""]:
         if lines and (not line or ENTRY.match(line) or SKIPPED.match(line)):

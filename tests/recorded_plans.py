@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 import numpy as np
-from schedule_records import DATA
+from folders import DATA
 
 from canon import Layout, fast
 from canon.bench.measuring import Settings

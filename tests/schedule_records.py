@@ -2,9 +2,8 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
-DATA = Path(__file__).parents[1] / "paper" / "data"
+from folders import DATA
 
 
 @cache

@@ -54,6 +54,24 @@ def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
     return q, k, v, dout, dlse.to(torch.promote_types(dtype, torch.float32))
 
 
+def shards(layout, tensors):
+    """Return this rank's parts of whole sequences."""
+    return [layout.shard(x, dist.get_rank()) for x in tensors]
+
+
+def gradients(attend, leaves, *douts):
+    """Return the results of ``attend(*leaves)`` and then the gradients of the leaves, all
+    detached.
+    """
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    results = attend(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    return [
+        *(x.detach() for x in results),
+        *torch.autograd.grad(results, leaves, douts),
+    ]
+
+
 def on_this_rank(attend, layout, tensors, group=None):
     """Run attention and its gradients on this rank's shards, and return the results of the whole
     sequence.

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from folders import ROOT
 from programs import printed
 from prose import findings
 
 import canon
 from canon import fast, reference
 
-ROOT = Path(__file__).parents[1]
 parsed = cache(lambda path: ast.parse(path.read_text()))
 BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 

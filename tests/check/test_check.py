@@ -71,48 +71,48 @@ earlier, calls = {{}}, itertools.count()
 
 def group_cast(x, plan, stage, *, group=None):
     rank, received = dist.get_rank(), reference.group_cast(x, plan, stage, group=group)
-    {cast}
+    {group_cast}
     return received
 
 def group_reduce(y, plan, stage, into, *, group=None):
-    {reduce}
+    {group_reduce}
     return reference.group_reduce(y, plan, stage, into, group=group)
 
 def dispatch(mask, ranks, **options):
-    {plan}
+    {dispatch}
     return reference.dispatch(mask, ranks, **options)
 """
 STALE = "old, n = earlier.setdefault(rank, received), plan.receive_sizes(stage, rank)[0]; "
-WRONG_MOVES = {  # fault: (message, function, wrong line)
+WRONG_MOVES = {  # fault: (message, function, its wrong line)
     "a token is wrong on one rank": (
         "rank 2: cast 0: 1 of ",
         "group_cast",
-        {"cast": "received[3] += rank == 2"},
+        "received[3] += rank == 2",
     ),
     "the tokens of one source are those of the previous cast": (
         "cast 1: ",
         "group_cast",
-        {"cast": STALE + "received = torch.cat([old[:n], received[n:]]) if stage else received"},
+        STALE + "received = torch.cat([old[:n], received[n:]]) if stage else received",
     ),
     "a sum travels in bfloat16": (
         "sum is off by",
         "group_reduce",
-        {"reduce": "y = y.bfloat16().to(y.dtype)"},
+        "y = y.bfloat16().to(y.dtype)",
     ),
     "a rank is left out": (
         "sum is worst in row ",
         "group_reduce",
-        {"reduce": "y = y * (dist.get_rank() != 2)"},
+        "y = y * (dist.get_rank() != 2)",
     ),
     "sums differ from run to run": (
         "run 3 gave other bits than run 2 (determ",
         "group_reduce",
-        {"reduce": "y = y * (1 + next(calls) * 2**-22)"},
+        "y = y * (1 + next(calls) * 2**-22)",
     ),
     "another plan": (
         "plan: ",
         "dispatch",
-        {"plan": "return reference.Layout.zigzag(mask.queries, ranks)"},
+        "return reference.Layout.zigzag(mask.queries, ranks)",
     ),
 }
 
@@ -182,12 +182,10 @@ def test_a_faulty_module_disagrees(run, write_module):
 
 
 def test_a_module_that_raises_on_one_rank_fails_that_case_alone(run, write_module):
-    text = FAULTY.format(factor=1).replace(
-        "    out, lse",
-        "    import torch.distributed as dist\n    assert dist.get_rank() != 2, 'no rank two'\n   "
-        " out, lse",
-        1,
+    assertion = (
+        "    import torch.distributed as dist\n    assert dist.get_rank() != 2, 'no rank two'\n"
     )
+    text = FAULTY.format(factor=1).replace("    out, lse", f"{assertion}    out, lse", 1)
     write_module("raising_attention", text)
     status, printed, record = run("raising_attention --tokens 200 --only zigzag/documents")
     assert status == 1
@@ -205,17 +203,8 @@ def test_more_runs_find_rare_faults(run, write_module):
     )
     for name, runs, expected in (("often_enough", 4, 0), ("once_more", 6, 1)):
         write_module(name, text)
-        status, printed, record = run(
-            name,
-            "--tokens",
-            200,
-            "--only",
-            "zigzag_attention/zigzag/documents",
-            "--dtype",
-            "float32",
-            "--runs",
-            runs,
-        )
+        line = "--tokens 200 --only zigzag_attention/zigzag/documents --dtype float32 --runs"
+        status, printed, record = run(f"{name} {line}", runs)
         assert status == expected
         assert f"--runs {runs}" in record["command"]
     assert "rank 3: run 5 gave other bits than run 2 (determ" in printed.out
@@ -232,8 +221,8 @@ def test_a_function_is_checked_as_a_layer_of_a_model(change, run, write_module):
 
 @pytest.mark.parametrize("fault", WRONG_MOVES)
 def test_wrong_moves_plans_and_sums_disagree(fault, verdicts_of):
-    message, function, change = WRONG_MOVES[fault]
-    found, printed = verdicts_of(MOVES, change, "--tokens 200 --dtype float32")
+    message, function, line = WRONG_MOVES[fault]
+    found, printed = verdicts_of(MOVES, {function: line}, "--tokens 200 --dtype float32")
     assert {name for name, verdict in found.items() if verdict != "agrees"} == {function}
     assert message in printed
 
@@ -269,6 +258,7 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         ("canon.reference --ranks 0", "argument --ranks: must be at least 1, got 0"),
         ("canon.reference --documents missing.txt", "no such file or folder: missing.txt"),
         ("canon.testing.record", "has none of the functions"),
+        ("canon.testing.record --random 3", "has none of the functions attention, "),
         ("canon.reference --backend gluon", "canon.reference has no backends"),
         ("canon.reference --world gpus --ranks 99", "a GPU for each rank: 99 ranks"),
         ("--backend cuda", "--backend cuda needs a GPU"),
@@ -282,6 +272,8 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         ),
         ("--random 1 --dtype float32 --list", "leave --dtype, --list out"),
         ("canon.reference --seed 3", "--seed and --first need --random N"),
+        ("--bits --list --seed 3", "leave --seed, --list out"),
+        ("--bits --only nothing canon.reference", "no row matches 'nothing'"),
     ],
 )
 def test_invalid_arguments_are_errors(run, line, message):

@@ -144,10 +144,6 @@ def test_arguments_that_do_not_fit_get_one_sentence(run, write_module):
     status, printed, _ = run("--bits plain")
     assert status == 2
     assert "plain has no function attention with this keyword" in printed.err
-    status, printed, _ = run("--bits --list --seed 3")
-    assert (status, "leave --seed, --list out" in printed.err) == (2, True)
-    status, printed, _ = run("--bits --only nothing canon.reference")
-    assert (status, "no row matches 'nothing'" in printed.err) == (2, True)
 
 
 def test_canon_fast_keeps_its_bits_on_two_ranks(run):

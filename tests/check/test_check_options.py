@@ -10,41 +10,43 @@ from canon import reference
 
 def attention(q, k, v, mask=None, *, sink=None, **options):
     if sink is not None:
-        {local}
+        {attention}
     return reference.attention(q, k, v, mask, sink=sink, **options)
 
 def ring_attention(q, k, v, mask=None, layout=None, *, sink=None, **options):
     if sink is not None:
-        {ring}
+        {ring_attention}
     return reference.ring_attention(q, k, v, mask, layout, sink=sink, **options)
 
 def zigzag_attention(q, k, v, mask=None, *, return_lse=False):
     return reference.zigzag_attention(q, k, v, mask, return_lse=return_lse)
 """
-WRONG_SINKS = {  # fault: (case, message, wrong line)
+WRONG_SINKS = {  # fault: (function, message, its wrong line)
     "a sink is ignored": (
         "attention",
         "dsink is zero everywhere",
-        {"local": "sink = 0 * sink - 1e9"},
+        "sink = 0 * sink - 1e9",
     ),
-    "a sink is off": ("attention", "out is off by", {"local": "sink = sink + 0.05"}),
+    "a sink is off": ("attention", "out is off by", "sink = sink + 0.05"),
     "the gradient of one head is off": (
         "attention",
         "dsink is worst at head ",
-        {"local": "sink.register_hook(lambda x: x * x.new_tensor([1, 1.1] * (len(x) // 2)))"},
+        "sink.register_hook(lambda x: x * x.new_tensor([1, 1.1] * (len(x) // 2)))",
     ),
     "one rank gives no gradient": (
         "ring_attention",
         "dsink is off by",
-        {"ring": "sink = sink.detach() + 0 * sink if dist.get_rank() == 1 else sink"},
+        "sink = sink.detach() + 0 * sink if dist.get_rank() == 1 else sink",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG_SINKS)
 def test_wrong_sinks_disagree(fault, verdicts_of):
-    function, message, change = WRONG_SINKS[fault]
-    found, printed = verdicts_of(SINKS, change, "--tokens 200 --only 'attention*documents*sink'")
+    function, message, line = WRONG_SINKS[fault]
+    found, printed = verdicts_of(
+        SINKS, {function: line}, "--tokens 200 --only 'attention*documents*sink'"
+    )
     names = ("attention", "ring_attention")
     assert found == {name: "disagrees" if name == function else "agrees" for name in names}, (
         "zigzag_attention has no parameter sink, so no case"

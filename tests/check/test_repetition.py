@@ -33,14 +33,14 @@ FACTORS = {  # of out: in each call
     "wrong with the switch": ("(1 + switched)", "under torch.use_deterministic_algorithms: "),
     "wrong without it": ("(2 - switched)", "out"),
 }
-CASE = "--tokens", 200, "--only", "zigzag_attention/zigzag/causal", "--dtype", "float32"
+CASE = "--tokens 200 --only zigzag_attention/zigzag/causal --dtype float32"
 
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_bits_are_judged_under_the_switch_and_errors_in_both_ways(name, run, write_module):
     factor, fault = FACTORS[name]
     write_module("sometimes", MODULE.format(factor=factor))
-    status, _, record = run("sometimes", *CASE)
+    status, _, record = run(f"sometimes {CASE}")
     (result,) = record["results"]
     assert status == bool(fault)
     assert result["verdict"] == ("disagrees" if fault else "agrees")

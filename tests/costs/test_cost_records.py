@@ -10,8 +10,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from folders import DATA, GUIDE
 from recorded_plans import planned, predicted
-from schedule_records import DATA, recorded
+from schedule_records import recorded
 
 from canon.costs.kernel_costs import RATES
 from canon.costs.network import ASSUMED
@@ -61,7 +62,7 @@ def test_the_model_predicts_times_and_orders_of_four_and_eight_gpus(kind, first)
     shares = [abs(ratio - 1) <= 0.15 for ratio in ratios], right
     assert np.all(np.array([*map(np.mean, shares)]) >= (0.95, 0.85))
     cells = [f"{sum(x):,} of {len(x):,} ({100 * sum(x) / len(x):.0f} %)" for x in shares]
-    assert f"| {kind} | {' | '.join(cells)} |" in (DATA.parent / "in_your_program.md").read_text()
+    assert f"| {kind} | {' | '.join(cells)} |" in GUIDE.read_text()
 
 
 def test_the_predicted_peak_of_memory_is_within_a_fifth_of_the_records():

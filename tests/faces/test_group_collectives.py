@@ -10,7 +10,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
-from sharded import assert_agrees, on_this_rank
+from sharded import assert_agrees, gradients, on_this_rank, shards
 
 from canon import Layout, Mask, fast
 from canon.fast import schedule
@@ -27,13 +27,10 @@ def attending(half, mask, layout, **options):
 kept_or_sent_again = pytest.mark.parametrize("keep_kv", [False, True])
 
 
-def _gradients(attend, layout, tensors):
-    """Return this rank's gradients, like `on_this_rank`, without the messages that collect the
-    results.
-    """
-    q, k, v = (layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3])
-    out, _ = attend(q, k, v)
-    return torch.autograd.grad(out.float().sum(), (q, k, v))
+def both_passes(attend, layout, tensors):
+    """Run both passes like `on_this_rank`, without the messages that collect the results."""
+    *leaves, dout = shards(layout, tensors[:4])
+    gradients(lambda *qkv: attend(*qkv)[0], leaves, dout)
 
 
 def test_gradients_are_added_in_rank_order(half):
@@ -87,7 +84,7 @@ def test_casts_and_reductions_are_in_flight_during_a_step(half, monkeypatch, kee
         computing(owner, name)
     mask, layout = Mask.causal(24), Layout.zigzag(24, 2)
     attend = attending(half, mask, layout, casts=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
-    process_groups.threads(lambda: _gradients(attend, layout, whole(mask, dtype=torch.float32)), 2)
+    process_groups.threads(lambda: both_passes(attend, layout, whole(mask, dtype=torch.float32)), 2)
     forward = ["send keys", "compute", "have keys", "send keys", "compute", "have keys", "compute"]
     backward = [
         *forward[:5],

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import close
+from sharded import close, gradients, shards
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
@@ -24,18 +24,16 @@ def whole(tokens, b=2, dtype=torch.float64, seed=0):
     return [torch.randn(x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes]
 
 
-def shards(half, mask, layout, tensors):
+def both_passes(half, mask, layout, tensors):
     """Return out and all gradients of the whole sequence, from this rank's shards. Add up_weight's
     over the ranks.
     """
-    rank = dist.get_rank()
     *tokens, weight, dout = tensors
-    leaves = [*(layout.shard(x, rank) for x in tokens), weight]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = half.latent_attention(*leaves, mask, layout)
-    *grads, dweight = torch.autograd.grad(out, leaves, layout.shard(dout, rank))
+    *mine, dout = shards(layout, (*tokens, dout))
+    attend = partial(half.latent_attention, mask=mask, layout=layout)
+    *results, dweight = gradients(attend, (*mine, weight), dout)
     dist.all_reduce(dweight)
-    return [*(layout.unshard(x.detach()) for x in (out, *grads)), dweight]
+    return [*map(layout.unshard, results), dweight]
 
 
 @pytest.mark.parametrize(("reduce_dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
@@ -44,7 +42,7 @@ def test_ranks_exchange_latents_and_their_gradients_alone(half, reduce_dtype, si
     layout, tensors = Layout.contiguous(6, 3), whole(6, 1, torch.float16)
 
     def program():
-        leaves = [layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3]]
+        leaves = [x.requires_grad_() for x in shards(layout, tensors[:3])]
         half.latent_attention(
             *leaves, tensors[3], None, layout, reduce_dtype=reduce_dtype
         ).sum().backward()
@@ -60,10 +58,10 @@ def test_hidden_tokens_may_hold_nan(half):
     """They change nothing, in the gradient of up_weight neither: it sums over all tokens."""
     mask = Mask.ranges([(0, 23)], [(2, 15)], ["full"], queries=23, keys=23)
     layout, tensors = Layout.zigzag(23, 2), whole(23)
-    expected = process_groups.threads(partial(shards, reference, mask, layout, tensors), 2)[0]
+    expected = process_groups.threads(partial(both_passes, reference, mask, layout, tensors), 2)[0]
     for x in tensors[1:3]:
         x[:, :2] = x[:, 15:] = torch.nan
-    close(process_groups.threads(partial(shards, half, mask, layout, tensors), 2)[0], expected)
+    close(process_groups.threads(partial(both_passes, half, mask, layout, tensors), 2)[0], expected)
 
 
 @pytest.mark.parametrize("needed", [{"q"}, {"up_weight"}, {"k_rope"}, {"latent", "q"}])
@@ -87,7 +85,7 @@ def test_the_largest_scores_are_those_of_attention_after_projection(half):
     _, largest = reference.attention(q, k, v, return_max_logits=True)
 
     def program():
-        mine = (layout.shard(x, dist.get_rank()) for x in (q, latent, k_rope))
+        mine = shards(layout, (q, latent, k_rope))
         return half.latent_attention(*mine, weight, None, layout, return_max_logits=True)[1]
 
     for found in process_groups.threads(program, 2):
@@ -96,7 +94,7 @@ def test_the_largest_scores_are_those_of_attention_after_projection(half):
 
 def test_a_repeated_call_replays_its_kernels(replays):
     layout = Layout([[range(9)], [range(9, 12)]], 12)
-    run = lambda half, seed: shards(half, Mask.causal(12), layout, whole(12, 1, seed=seed))
+    run = lambda half, seed: both_passes(half, Mask.causal(12), layout, whole(12, 1, seed=seed))
     runs = lambda: [run(fast, 0), run(fast, 1), run(reference, 1)]
     close(*process_groups.threads(runs, 2)[0][1:])
     assert len(replays()) > 4

@@ -6,8 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from sharded import CALLS, OWN_LAYOUTS, layout_of, whole
+from sharded import CALLS, OWN_LAYOUTS, layout_of, shards, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.device import computing_with
@@ -89,8 +88,8 @@ def test_all_ranks_return_the_maximum_over_all_ranks(half, name):
     placed = {} if function in OWN_LAYOUTS else {"layout": layout}
 
     def program():
-        shards = (layout.shard(x, dist.get_rank()) for x in (q, k, v))
-        return getattr(half, function)(*shards, mask, **placed, **options, **OPTIONS)[-1]
+        mine = shards(layout, (q, k, v))
+        return getattr(half, function)(*mine, mask, **placed, **options, **OPTIONS)[-1]
 
     for largest in process_groups.threads(program, layout.ranks):
         near(largest, definition(q, k, mask))

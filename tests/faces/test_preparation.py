@@ -10,15 +10,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hopper import plan_for_hopper
 from meshes import mesh
 from sharded import all_equal, on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import backward, device
+from canon.fast import device
 from canon.fast.kernels import launcher
-from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.tables import device_plans
 from canon.masks.plan_cache import PLANS, PlanCache
@@ -124,11 +124,7 @@ def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, sms, monkeypatch
     """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in
     `prepare`. The worker's `torch.use_deterministic_algorithms` may differ from that of the call.
     """
-    monkeypatch.setattr(launcher, "_launch", lambda *_: None)
-    monkeypatch.setattr(gluon_launch, "check_runs", lambda _: None)
-    monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", sms)
-    automatic = backward.automatic
-    monkeypatch.setattr(backward, "automatic", lambda *given: automatic(*given, sms))
+    plan_for_hopper(monkeypatch, sms)
     gpu = H200._replace(multiprocessors=sms)
     found = prepared(fast, *CASES[case], device=gpu, dtype=torch.bfloat16)
     assert planned >= {"tile_schedule", "packing"}

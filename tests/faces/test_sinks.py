@@ -1,11 +1,12 @@
-"""A sink enlarges the softmax's denominator: extreme sinks, needed gradients and replays."""
+"""A sink enlarges the softmax's denominator: extreme sinks, and their gradients. `test_prepared`
+replays both passes under a sink.
+"""
 
 import pytest
 import torch
-from sharded import all_equal, whole
+from sharded import gradients, whole
 
-from canon import Mask, fast
-from canon.fast.replay import recordings as prepared
+from canon import Mask
 from canon.testing.judge import oracle
 
 N = 19
@@ -17,12 +18,6 @@ def inputs(dtype=torch.float64):
     """Return q, k, v, the sink and dout."""
     *tensors, dout, dlse = whole(MASK, b=2, dv=5, dtype=dtype)
     return [*tensors, dlse[0, :, 0], dout]
-
-
-def gradients(attend, leaves, dout):
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -53,13 +48,3 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
     ).dsink
     assert exact.abs().max() < 1e-6
     torch.testing.assert_close(dsink.double(), exact, rtol=1e-4, atol=0)
-
-
-def test_both_passes_are_replayed_with_equal_bits(replays, monkeypatch):
-    attend = lambda *x: fast.attention(*x[:3], MASK, sink=x[3])
-    given = [[x + shift for x in inputs(dtype=torch.float32)] for shift in (0, 0, 1)]
-    runs = [gradients(attend, leaves, dout) for *leaves, dout in given]
-    assert all_equal(*runs[:2])
-    assert not any(replays())
-    monkeypatch.setattr(prepared, "REPLAYED", {})
-    assert all_equal(runs[2], gradients(attend, given[2][:-1], given[2][-1]))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from sharded import all_equal, close, whole
+from sharded import all_equal, close, gradients, whole
 
 from canon import Mask, fast, reference
 from canon.fast.kernels.cuda import launch as cuda
@@ -15,18 +15,12 @@ from canon.testing.judge import Attended, agreement, oracle, orders
 from canon.testing.simulated_kernels import simulated
 
 
-def passes(attend, q, k, v, dout, dlse):
-    """Return out, lse and the gradients of q, k, v."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = attend(*leaves)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
-
-
 @pytest.mark.usefixtures("replays")
 def test_a_replayed_pass_belongs_to_one_softcap():
     mask, runs = Mask.documents([0, 20, 60]), {}
-    run = lambda half, softcap: passes(
-        partial(half.attention, mask=mask, softcap=softcap, return_lse=True), *whole(mask)
+    *qkv, dout, dlse = whole(mask)
+    run = lambda half, softcap: gradients(
+        partial(half.attention, mask=mask, softcap=softcap, return_lse=True), qkv, dout, dlse
     )
     for softcap in (1.0, 2.0, None) * 2:
         runs.setdefault(softcap, []).append(run(fast, softcap))
@@ -54,7 +48,7 @@ def test_the_hopper_kernels_agree(d, method, invariant, softcap):
         return_lse=True,
     )
     with fast.backend("gluon"), simulated():
-        got = passes(partial(fast.attention, mask=mask, **options), q, k, v, dout, dlse)
+        got = gradients(partial(fast.attention, mask=mask, **options), (q, k, v), dout, dlse)
     given = q, k, v, dout, mask, CappedScale(2 * d**-0.5, softcap), dlse
     verdict = agreement(Attended(*got), oracle(*given), orders(*given))
     assert verdict.agrees, str(verdict)

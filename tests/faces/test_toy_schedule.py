@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import close, whole
+from sharded import close, shards, whole
 from toy_schedule import TOY, TOYS
 
 from canon import Layout, Mask, fast, reference
@@ -26,7 +26,7 @@ def tensors():
 @pytest.mark.parametrize("descending", [False, True])
 def test_it_computes_attention_and_its_gradients(half, descending):
     def program():
-        mine = [LAYOUT.shard(x, dist.get_rank()).requires_grad_() for x in tensors()[:3]]
+        mine = [x.requires_grad_() for x in shards(LAYOUT, tensors()[:3])]
         out = TOYS[half](*mine, MASK, LAYOUT, descending=descending)
         return out.detach(), *torch.autograd.grad(out.square().sum(), mine)
 
@@ -39,7 +39,7 @@ def test_it_computes_attention_and_its_gradients(half, descending):
 
 def test_ranks_that_disagree_about_its_option_are_told_so(half):
     def program():
-        mine = [LAYOUT.shard(x, dist.get_rank()) for x in tensors()[:3]]
+        mine = shards(LAYOUT, tensors()[:3])
         with pytest.raises(ValueError, match="descending: rank 0: False; rank 1: True"):
             TOYS[half](*mine, MASK, LAYOUT, descending=dist.get_rank() > 0)
 

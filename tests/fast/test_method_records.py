@@ -2,10 +2,10 @@
 
 import json
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
+from folders import DATA
 
 from canon import Layout, Mask
 from canon.bench.shapes import mask_of
@@ -17,7 +17,6 @@ from canon.masks.plan_cache import noted_plans
 from canon.route.algorithm import ALGORITHMS
 from canon.route.call import Arguments, Place, made_call
 
-DATA = Path(__file__).resolve().parents[2] / "paper" / "data"
 SMS = 132  # of an H200 and of an H100
 SLOWER = 1.03  # the most that the chosen method takes, over the fastest
 CONTENDERS = {  # of each method, without and with the switch

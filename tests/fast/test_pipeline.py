@@ -3,12 +3,12 @@ buffers.
 """
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from event_log import recording
-from sharded import whole
+from sharded import gradients, shards, whole
 
 from canon import Layout, Mask, fast
 from canon.fast.transport.messages import Transport
@@ -31,12 +31,9 @@ def inputs(tokens, dtype=torch.float32):
 
 def train(half, layout, tensors, name="strided", **options):
     """Return out and the gradients of one forward and backward pass of this rank."""
-    rank = dist.get_rank()
-    q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
-    attend = getattr(half, f"{name}_attention")
-    out = attend(q, k, v, Mask.causal(layout.tokens), layout, **options)
-    out.backward(layout.shard(tensors[3], rank))
-    return out.detach(), q.grad, k.grad, v.grad
+    options |= {"mask": Mask.causal(layout.tokens), "layout": layout}
+    *leaves, dout = shards(layout, tensors[:4])
+    return gradients(partial(getattr(half, f"{name}_attention"), **options), leaves, dout)
 
 
 def recorded(half, layout, tensors, name="strided", **options):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hopper import inputs
 from interpreted_replay import recorded
 from meshes import mesh
-from sharded import all_equal, whole
+from sharded import all_equal, shards, whole
 
 from canon import Layout, Mask, fast
 from canon.fast import backend
@@ -67,7 +67,7 @@ def train(attend, mask, layout, wanted, tensors):
     """Return out, and the gradients of the ``wanted`` inputs. q, k and v of this rank are views of
     one tensor.
     """
-    q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in tensors[:4])
+    q, k, v, dout = shards(layout, tensors[:4])
     parts = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], v.shape[2]], 2)
     leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", parts, strict=True)]
     out = attend(*leaves, mask, layout)

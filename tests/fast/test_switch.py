@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast
 from canon.fast import backward, device, schedule
-from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.testing import process_groups
 from canon.testing.deterministic import deterministic
@@ -42,12 +41,8 @@ def launched(monkeypatch):
         if (name := kernel.fn.__name__) in ("dq_kernel", "dkdv_kernel"):
             found.append((name, options.get("FUSED"), options.get("ORDERED")))
 
-    automatic = backward.automatic
     monkeypatch.setattr(gluon_launch, "launch", note)
-    monkeypatch.setattr(launcher, "_launch", lambda *_: None)
-    monkeypatch.setattr(gluon_launch, "check_runs", lambda _: None)
-    monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", SMS)
-    monkeypatch.setattr(backward, "automatic", lambda *given: automatic(*given, SMS))
+    hopper.plan_for_hopper(monkeypatch, SMS)
     with device.backend("gluon"):
         yield found
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from invariant_worlds import MASKS, N, inputs
+from sharded import shards
 
 from canon import Layout, Mask, fast
 from canon.fast import owner_computes
@@ -41,13 +42,10 @@ def backward_events(monkeypatch, function, **options):
     )
 
     def program():
-        rank = dist.get_rank()
-        q, k, v, dout = (
-            layout.shard(x, rank) for x in inputs(mask, "multi-head", torch.float32)[:4]
-        )
+        q, k, v, dout = shards(layout, inputs(mask, "multi-head", torch.float32)[:4])
         q, k = q.requires_grad_(), k.requires_grad_()
         out = getattr(fast, function)(q, k, v, mask, layout, rank_invariant=True, **options)
-        if rank == 0:
+        if dist.get_rank() == 0:
             events.clear()
         out.backward(dout)
 

@@ -4,13 +4,12 @@ their places alone.
 The kernels have the tiles of GPUs.
 """
 
-import copy
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, hopper
+from hopper import HOPPER_ONLY, hopper, plant
 from hopper import inputs as hopper_inputs
 from invariant_worlds import same_bits
 from sharded import DEVICE, ON_HOPPER
@@ -169,7 +168,5 @@ def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypat
         assert same_bits(expected, together())
         if ON_HOPPER:
             return
-        changed = copy.copy(stale_maximum.repeat_tile)
-        changed.raw_src = [line.replace("wg.c.KEY_ORDER", "False") for line in changed.raw_src]
-        monkeypatch.setattr(stale_maximum, "repeat_tile", changed)
+        plant(monkeypatch, stale_maximum, "repeat_tile", "wg.c.KEY_ORDER", "False")
         assert not same_bits(expected, together())

@@ -54,9 +54,7 @@ class Shared(NamedTuple):
     dkdv: torch.Tensor
 
 
-def shared_tiles(
-    mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0
-) -> torch.Tensor:
+def shared_tiles(mask, rows, columns, transposed, boxes=0):
     """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile,
     others those of its band.
     """
@@ -73,13 +71,13 @@ def shared_tiles(
     return pairs.T if transposed else pairs
 
 
-def on_triton(mask: Mask) -> Shared:
+def on_triton(mask):
     rows, columns = TRITON_TILES.rows, TRITON_TILES.columns
     tables = [shared_tiles(mask, rows, columns, transposed) for transposed in (False, False, True)]
     return Shared(*tables)
 
 
-def on_hopper(mask: Mask, d: int, method: str) -> Shared:
+def on_hopper(mask, d, method):
     dkdv = "dkdv_hdim256" if d > 128 else "fused" if method == "fused" else "dkdv"
     kernels = ("forward", "dq", dkdv)
     tiles = [hopper_config.choose(kernel, d, d)[0] for kernel in kernels]
@@ -87,9 +85,7 @@ def on_hopper(mask: Mask, d: int, method: str) -> Shared:
     return Shared(*(shared_tiles(mask, *size, BOX) for size in sizes))
 
 
-def reached(
-    planted: str, token: int, seen: torch.Tensor, shared: Shared, fused: bool
-) -> dict[str, torch.Tensor]:
+def reached(planted, token, seen, shared, fused):
     """Return the tokens of each result that a NaN at ``token`` reaches, by the table in
     paper/in_your_program.md#where-a-nan-goes.
     """
@@ -108,14 +104,14 @@ def reached(
     return dict(zip(RESULTS, (some, some, some | sharing, of_keys, of_keys), strict=True))
 
 
-def computing(name: str):
+def computing(name):
     """Return a context with a backend, simulated or emulated if this GPU does not run it."""
     if name == "triton":
         return backend(name)
     return cuda() if name == "cuda" else hopper(order="late")
 
 
-def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str, spoil=None):
+def attend(tensors, mask, method, name, spoil=None):
     """Return the results of both passes, the backward one after ``spoil(tensors)``."""
     q, k, v, dout = tensors.values()
     with computing(name):

@@ -13,6 +13,7 @@ from hopper import (
     growing,
     hopper,
     inputs,
+    not_finite,
     noted,
 )
 from invariant_worlds import decoded, same_bits
@@ -86,10 +87,7 @@ def test_where_a_maximum_would_rise_the_keys_travel(monkeypatch, growth, travel)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("start", [0, 384])
 def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, start):
-    mask = Mask.causal(5, N)
-    q, k, v, *_ = inputs(mask, g=2)
-    q[..., 0] = 1.0
-    k[:, start : start + 128, :, 0] = value
+    mask, q, k, v = not_finite(value, start)
     found = assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
     assert found == (value == -torch.inf and start > 0)
 

@@ -14,6 +14,7 @@ from hopper import (
     hopper,
     in_order,
     inputs,
+    not_finite,
     noted,
 )
 from invariant_worlds import same_bits
@@ -104,10 +105,7 @@ def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_scores_that_are_not_finite_are_left_to_the_whole_forward(monkeypatch, value):
     """A row whose first visible tile has only -inf has no maximum there."""
-    mask = Mask.causal(5, N)
-    q, k, v, *_ = inputs(mask, g=2)
-    q[..., 0] = 1.0
-    k[:, :128, :, 0] = value
+    mask, q, k, v = not_finite(value)
     assert assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
 
 

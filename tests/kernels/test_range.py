@@ -47,9 +47,10 @@ def kernels(request):
             yield
 
 
-def zeros(queries, keys, dtype=torch.bfloat16):
-    q, k, v = (torch.zeros(1, n, 1, 64, dtype=dtype, device=DEVICE) for n in (queries, keys, keys))
-    return q, k, v
+def zeros(mask, dtype=torch.bfloat16):
+    """Return q, k and v for a mask."""
+    tokens = mask.queries, mask.keys, mask.keys
+    return [torch.zeros(1, n, 1, 64, dtype=dtype, device=DEVICE) for n in tokens]
 
 
 def forward(q, k, v, mask, scale=1.0):
@@ -71,7 +72,7 @@ def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
     much.
     """
     mask = Mask.full(140, 300)
-    q, k, v = zeros(140, 300)
+    q, k, v = zeros(mask)
     more = torch.arange(300, device=DEVICE) % 256
     q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 2.0**12, 1, sign * 2.0**11, more[:, None]
     v[..., :32], v[..., 32:] = 1, more[:, None, None] / 256
@@ -88,7 +89,7 @@ def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
 @pytest.mark.parametrize("score", [2.0**25, -(2.0**25), 1e9, -1e9, 1e10, -1e10, 1e30])
 def test_only_queries_with_a_score_out_of_range_get_nan(kernels, score):
     mask = Mask.full(140, 300)
-    q, k, v = zeros(140, 300)
+    q, k, v = zeros(mask)
     q[:, 70, :, 0], q[:, 71:, :, 1], k[..., 0], k[:, 5:, :, 1] = 1, 1, score, -abs(score)
     v[..., :5] = torch.arange(300, device=DEVICE)[:, None, None] / 300
     out, lse = forward(q, k, v, mask)
@@ -111,7 +112,7 @@ def test_rows_with_very_low_scores_are_not_mistaken_for_fully_masked_rows(kernel
     but finite.
     """
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
-    q, k, v = zeros(150, 260)
+    q, k, v = zeros(mask)
     q[:, :10, :, 0], k[..., 0], v[:] = 2.0**64, -3.2e38 / LOG2E / 2.0**64, 1
     out, lse = forward(q, k, v, mask)
     assert lse[..., :10].isnan().all()
@@ -124,7 +125,7 @@ def test_values_up_to_1e21_overflow_nothing_with_a_stale_maximum(kernels):
     but P V is not.
     """
     mask = Mask.full(192, 320)
-    q, k, v = zeros(192, 320)
+    q, k, v = zeros(mask)
     q[..., 0], k[:, 200:, :, 0], v[:] = 1, 60 / LOG2E, 1e21
     out, _ = forward(q, k, v, mask)
     torch.testing.assert_close(out, v[:, :1].float().expand(out.shape), rtol=2**-7, atol=0)
@@ -136,7 +137,7 @@ def test_gradients_of_scores_up_to_the_largest_float16_overflow_nothing(kernels,
     twice as much in the second.
     """
     mask = Mask.documents([0, 2, 4])
-    q, k, v = zeros(4, 4, torch.float16)
+    q, k, v = zeros(mask, torch.float16)
     dout = torch.zeros_like(q)
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None]
     small = 2.0**-10
@@ -162,7 +163,7 @@ def test_a_scale_that_float32_rounds_to_0_is_0(kernels, scale):
 
 def test_float64_has_its_own_range():
     mask = Mask.full(20)
-    q, k, v = zeros(20, 20, torch.float64)
+    q, k, v = zeros(mask, torch.float64)
     more = torch.arange(20.0, dtype=torch.float64, device=DEVICE)
     q[..., 0], k[..., 0], v[..., 0] = 1e5, 1e5 + more[:, None] * 1e-5, 1
     with backend("triton"), forced(forward=Config(16, 16, 4, 1)):
@@ -176,7 +177,7 @@ def test_sums_are_rescaled_by_the_maxima_of_their_p():
     not.
     """
     scale, mask = 1.1, Mask.full(16, 128)
-    q, k, v = zeros(16, 128, torch.float32)
+    q, k, v = zeros(mask, torch.float32)
     more = torch.arange(128, device=DEVICE) / 8
     q[..., 0], q[..., 1], k[..., 0], k[..., 1] = 2.0**10, 1, 2.0**10, more[:, None]
     v[:, :, 0, 0] = more

@@ -2,17 +2,15 @@
 one process.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
+from folders import NOTEBOOKS
 from programs import losses_of, on_forked_ranks
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 import fsdp2_context_parallel
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "notebooks" / "fsdp2_context_parallel.py"
+SCRIPT = NOTEBOOKS / "fsdp2_context_parallel.py"
 
 
 def losses_of_one_process(steps, rows):

@@ -4,16 +4,15 @@ the model has and saves.
 
 import json
 from functools import partial
-from pathlib import Path
 
 import long_training
 import pytest
+from folders import NOTEBOOKS
 from held_memory import Held
 from programs import on_forked_ranks
 
 from canon.testing import process_groups
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
 SMALL = dict(
     tokens=384, layers=2, width=32, heads=4, key_heads=2, head_width=8, mlp_width=64,
     vocabulary=64, full_every=2, window=40, piece=100, steps=2,
@@ -67,7 +66,7 @@ def test_the_record_has_all_steps_beside_the_formula(tmp_path):
         for word in (f"--{name.replace('_', '-')}", *values)
     ]
     path = tmp_path / "long.json"
-    output = on_forked_ranks(FOLDER / "long_training.py", 2, *words, "--record", str(path))
+    output = on_forked_ranks(NOTEBOOKS / "long_training.py", 2, *words, "--record", str(path))
     record = json.loads(path.read_text())
     assert record.keys() >= {"command", "commit", "date", "machine"}
     assert [entry["tokens"] for entry in record["results"]] == [128, 256]

@@ -4,23 +4,21 @@ the parts of a lesson.
 
 import re
 import textwrap
-from pathlib import Path
 
 import course
 import jupytext
 import nbformat
 import pytest
+from folders import NOTEBOOKS, ROOT
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "notebooks"
 TAUGHT = tuple(f"{number:02}_" for number in range(13))  # a takeaway, exercises and their time
 SHOWN = [
     *(ROOT / "reference").glob("*.py"),
     *(ROOT / "fast").rglob("*.*"),
     *(ROOT / "src/canon/masks").glob("*.py"),
 ]
-SHOWN += FOLDER.glob("*.py")
-NAMES = sorted(path.stem for path in FOLDER.glob("*.md"))
+SHOWN += NOTEBOOKS.glob("*.py")
+NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.md"))
 
 
 def unindented(text):
@@ -37,8 +35,8 @@ SOURCES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_twins_hold_the_same_cells(name):
-    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    twin = jupytext.read(FOLDER / f"{name}.md")
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    twin = jupytext.read(NOTEBOOKS / f"{name}.md")
     cells, text = (
         [(cell.cell_type, cell.source.strip()) for cell in book.cells] for book in (notebook, twin)
     )
@@ -47,7 +45,7 @@ def test_twins_hold_the_same_cells(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notebooks_hold_the_outputs_of_one_run_of_few_cells(name):
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
     cells = [cell for cell in cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert len(cells) <= 14
@@ -65,7 +63,7 @@ def test_code_on_the_page_is_an_excerpt_of_the_source(name):
     """
     blocks = re.findall(
         r"^```(?:py|cpp|text)\n(.*?)^```",
-        (FOLDER / f"{name}.md").read_text(),
+        (NOTEBOOKS / f"{name}.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
     for part in (
@@ -77,7 +75,7 @@ def test_code_on_the_page_is_an_excerpt_of_the_source(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(TAUGHT)])
 def test_a_lesson_states_its_time_and_ends_with_a_takeaway_and_exercises(name):
-    text = (FOLDER / f"{name}.md").read_text()
+    text = (NOTEBOOKS / f"{name}.md").read_text()
     assert re.search(r"\b\d+\s+seconds on two CPU\s+cores", text)
     assert text.count("> **Takeaway.**") == 1
     assert text.index("> **Takeaway.**") < text.index("## Exercises")

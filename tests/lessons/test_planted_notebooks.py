@@ -1,15 +1,15 @@
 """The notebooks find a wrong result of each fast function, of the reference and of a kernel."""
 
-import copy
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import nbformat
 import pytest
 import real_ranks
 import torch
 import torch.distributed as dist
+from folders import NOTEBOOKS
+from hopper import plant
 from real_ranks import FunctionCall, Place, Span
 
 from canon import Layout, Mask, fast
@@ -17,7 +17,6 @@ from canon.fast.kernels.gluon import masking
 from canon.reference import local
 from canon.testing import process_groups
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
 SMALL = Place("cpu", 2, 64, h=2, g=2, d=16)
 FUNCTIONS = {
     "02_ring_and_zigzag": ("ring_attention", "zigzag_attention", "striped_attention"),
@@ -27,9 +26,13 @@ FUNCTIONS = {
 CASES = [(name, function) for name, functions in FUNCTIONS.items() for function in functions]
 
 
+def cells_of(name):
+    return nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+
+
 def section(name):
     """Run the imports and the section "On real ranks" of a notebook. Return its names."""
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    cells = cells_of(name)
     start, stop = (
         next(place for place, cell in enumerate(cells) if f"## {title}" in cell.source.splitlines())
         for title in ("On real ranks", "Exercises")
@@ -44,8 +47,7 @@ def section(name):
 
 def started(name):
     """Run the first code cell of a notebook. Return its names and the other cells of code."""
-    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
-    imports, *others = (cell.source for cell in cells if cell.cell_type == "code")
+    imports, *others = (cell.source for cell in cells_of(name) if cell.cell_type == "code")
     names = {}
     exec(imports, names)
     return names, others
@@ -68,7 +70,7 @@ def short_threads(monkeypatch):
     """Run sections with short inputs, on two threads instead of processes."""
     monkeypatch.setattr(real_ranks, "here", lambda: SMALL)
     monkeypatch.setattr(process_groups, "processes", process_groups.threads)
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(NOTEBOOKS))
     monkeypatch.setenv("MPLBACKEND", "Agg")
 
 
@@ -95,7 +97,7 @@ def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["08_backward", "09_grouped_heads", "10_overlap_on_hopper"])
 def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(NOTEBOOKS))
     names, others = started(name)
     compared = [
         cell for cell in others if "agree_with_reference(" in cell or "forward_runs.run(" in cell
@@ -104,10 +106,7 @@ def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monk
     assert compared
     for cell in compared:
         exec(cell, names)
-    right, wrong = masking.visible_columns, copy.copy(masking.visible_columns)
-    wrong.raw_src = ["".join(right.raw_src).replace("rows + hi + 1", "rows + hi + 2")]
-    assert wrong.raw_src != ["".join(right.raw_src)]
-    monkeypatch.setattr(masking, "visible_columns", wrong)
+    plant(monkeypatch, masking, "visible_columns", "rows + hi + 1", "rows + hi + 2")
     for cell in compared:
         with pytest.raises(AssertionError, match=r"^gluon, \w+: out is \d+\.\d times the bound"):
             exec(cell, names)

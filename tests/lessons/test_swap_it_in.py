@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ import swapping
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from folders import NOTEBOOKS
 from programs import on_forked_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,10 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "notebooks"
-
 
 # four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
 ROUNDING = 1e-9
@@ -107,7 +103,7 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path):
 def test_it_runs_alone_with_the_variables_of_torchrun_and_writes_a_record(tmp_path):
     options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
     options += ["--record", str(tmp_path / "run.json")]
-    output = on_forked_ranks(FOLDER / "swap_it_in.py", 2, *options)
+    output = on_forked_ranks(NOTEBOOKS / "swap_it_in.py", 2, *options)
     step = r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$"
     assert len(re.findall(step, output, re.MULTILINE)) == 4
     record = json.loads((tmp_path / "run.json").read_text())

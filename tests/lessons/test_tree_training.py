@@ -3,13 +3,13 @@ ranks.
 """
 
 import re
-from pathlib import Path
 
 import torch
 import tree_training
+from folders import NOTEBOOKS
 from programs import on_forked_ranks
 
-SCRIPT = Path(__file__).parents[2] / "notebooks" / "tree_training.py"
+SCRIPT = NOTEBOOKS / "tree_training.py"
 SMALL = dict(
     steps=3, prompts=1, answers=4, trunk=20, tokens=5, layers=1, width=16, heads=2, key_heads=1
 )

@@ -10,8 +10,9 @@ from itertools import product
 
 import numpy as np
 import pytest
+from folders import DATA
 from recorded_plans import layout_of, predicted
-from schedule_records import DATA, recorded
+from schedule_records import recorded
 
 from canon import fast
 from canon.bench.shapes import shape_of

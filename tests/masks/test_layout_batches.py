@@ -187,6 +187,7 @@ def test_other_entries_are_named(batch, more, error, message):
 
 PLANNED = Mask.documents([0, 40, 60, 100])
 TOKENS = torch.arange(100)[None]
+LABELS = {"labels": TOKENS}
 
 
 def positions(*ends):
@@ -199,9 +200,9 @@ def positions(*ends):
     [
         ({"input_ids": TOKENS}, None),
         ({"input_ids": TOKENS, "labels": TOKENS}, None),
-        ({"labels": TOKENS}, [0, 60, 100]),
-        ({"labels": TOKENS, "position_ids": positions(60)}, None),
-        ({"labels": TOKENS, "position_ids": positions(60)}, Mask.causal(100)),
+        (LABELS, [0, 60, 100]),
+        (LABELS | {"position_ids": positions(60)}, None),
+        (LABELS | {"position_ids": positions(60)}, Mask.causal(100)),
     ],
 )
 def test_a_batch_without_the_documents_of_its_plan_warns_on_each_rank(
@@ -217,15 +218,15 @@ def test_a_batch_without_the_documents_of_its_plan_warns_on_each_rank(
     ("mask", "batch", "cu_seqlens"),
     [
         (PLANNED, {"input_ids": TOKENS, "labels": TOKENS}, PLANNED),
-        (PLANNED, {"labels": TOKENS}, [0, 40, 60, 80, 100]),
-        (PLANNED, {"labels": TOKENS, "position_ids": positions(40, 60)}, None),
+        (PLANNED, LABELS, [0, 40, 60, 80, 100]),
+        (PLANNED, LABELS | {"position_ids": positions(40, 60)}, None),
         (PLANNED, {"labels": TOKENS.expand(2, -1), "position_ids": positions(40, 60)}, None),
         (PLANNED, {"input_ids": TOKENS, "position_ids": positions()}, None),
         ((PLANNED, Mask.causal(100)), {"labels": TOKENS.expand(2, -1)}, None),
-        (Mask.causal(100), {"labels": TOKENS}, None),
-        (Mask.window(100, 7), {"labels": TOKENS}, None),
-        (Mask.padding([60], 100)[0], {"labels": TOKENS}, None),
-        (Mask.tree([-1, 0, 1, 0], [40, 20, 20, 20]), {"labels": TOKENS}, None),
+        (Mask.causal(100), LABELS, None),
+        (Mask.window(100, 7), LABELS, None),
+        (Mask.padding([60], 100)[0], LABELS, None),
+        (Mask.tree([-1, 0, 1, 0], [40, 20, 20, 20]), LABELS, None),
     ],
 )
 def test_batches_that_fit_their_plan_do_not_warn(half, mask, batch, cu_seqlens):

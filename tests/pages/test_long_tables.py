@@ -5,12 +5,11 @@ from the formula.
 import importlib
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from folders import GUIDE
 
-PAPER = Path(__file__).resolve().parents[2] / "paper"
-PAGE = (PAPER / "in_your_program.md").read_text()
+PAGE = GUIDE.read_text()
 SECTION = re.search(r"^## A million tokens\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)[1]
 
 

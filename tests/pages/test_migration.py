@@ -5,11 +5,11 @@ equal FlexAttention's.
 import copy
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from folders import PAPER
 from sharded import close
 from torch.nn.attention.flex_attention import create_mask
 
@@ -17,7 +17,7 @@ import canon
 from canon import Band, Layout, Mask, fast, reference
 from canon.testing import oracle, process_groups
 
-PAGE = (Path(__file__).resolve().parents[2] / "paper" / "migration.md").read_text()
+PAGE = (PAPER / "migration.md").read_text()
 BLOCKS = re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 (TRANSFORMERS,) = (code for system, code in BLOCKS if system == "Hugging Face")
 CANON = [code for system, code in BLOCKS if system == "Canon"]
@@ -25,7 +25,7 @@ TOKENS, ENDS, KEY_ENDS, LEFT, PREFIX = 32, [0, 8, 32], [0, 12, 36], 5, 7
 SCALE = 0.3
 
 
-def whole(tokens: int) -> list[torch.Tensor]:
+def whole(tokens):
     """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key
     heads and narrower values.
     """
@@ -44,7 +44,7 @@ EXPECTED += [Mask.window(TOKENS, LEFT, 0)]
 SCALED = 4  # the block of Pith-Train has a scale
 
 
-def names_of_the_page(rank: int, ranks: int) -> dict:
+def names_of_the_page(rank, ranks):
     """Return the names that a block of the page takes from its reader."""
 
     def project(part):

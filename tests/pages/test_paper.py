@@ -5,11 +5,10 @@ figures are readable.
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
+from folders import PAPER
 
-PAPER = Path(__file__).resolve().parents[2] / "paper"
 TEXT, SOURCES = ((PAPER / name).read_text() for name in ("canon.typ", "references.bib"))
 LABELS = ("sec", "fig", "tab", "lst", "eq")
 UNITS = r"%|percent|ms\b|microseconds|TFLOP|times\b|GB|of its"

@@ -5,31 +5,32 @@ follow from records.
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from folders import NOTEBOOKS, PAPER, ROOT
 from programs import losses_of, on_forked_ranks, under_torchrun
 
 from canon import Layout, Mask, __main__, reference
 from canon.check import check_command
 from canon.testing import process_groups
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = BLOCK.findall(README)
 (START,) = (text for language, text in BLOCKS if language == "python")
 COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
-TRAIN = ROOT / "notebooks" / "train.py"
+TRAIN = NOTEBOOKS / "train.py"
 
 
-def section(title: str) -> str:
+def section(title):
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
 
 
-CALLS = re.findall(r"`(attn\.\w+\(.*?\))`", section("Which function\\?"))
+WHICH = section("Which function\\?")
+CALLS = re.findall(r"`(attn\.\w+\(.*?\))`", WHICH)
+SPEED = " ".join(section("Is it faster\\?").split())
 
 
 # --- the training program
@@ -111,8 +112,8 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
 PAGES = [
     ROOT / "README.md",
     ROOT / "STYLE.md",
-    *(ROOT / "notebooks").glob("*.md"),
-    *(ROOT / "paper").glob("*.md"),
+    *NOTEBOOKS.glob("*.md"),
+    *PAPER.glob("*.md"),
 ]
 
 
@@ -129,7 +130,6 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def test_the_numbers_of_speed_follow_from_records(scripts):
-    speed = " ".join(section("Is it faster\\?").split())
     found = scripts("readme_figures").numbers()
     assert found["table"] in section("Is it faster\\?")
     assert len(found["table"].splitlines()) <= 9, "seven rows"
@@ -140,17 +140,17 @@ def test_the_numbers_of_speed_follow_from_records(scripts):
         "reach {share 131072} of one GPU's throughput per GPU at 131,072 tokens, and "
         "{share 32768} at 32,768.",
     )
-    assert [text for text in sentences if text.format_map(found) not in speed] == []
-    tables, which = scripts("schedule_tables"), section("Which function\\?")
-    assert f"on two GPUs it is within {tables.two_gpus()['two_wall'].replace('%', ' %')}" in which
-    assert f"makes it {found['packs over strided']} times as fast as strided" in which
-    assert f"is {found['strided over zigzag']} times as fast as the zigzag ring" in which
+    assert [text for text in sentences if text.format_map(found) not in SPEED] == []
+    tables = scripts("schedule_tables")
+    assert f"on two GPUs it is within {tables.two_gpus()['two_wall'].replace('%', ' %')}" in WHICH
+    assert f"makes it {found['packs over strided']} times as fast as strided" in WHICH
+    assert f"is {found['strided over zigzag']} times as fast as the zigzag ring" in WHICH
 
 
 def test_the_first_sentence_of_speed_holds_in_the_table(scripts):
     """On several GPUs no row is below 1."""
     rows = scripts("readme_figures").numbers()["table"].splitlines()[2:]
-    told = re.findall(r"([\d.]+ to [\d.]+) times as fast\s+as", section("Is it faster\\?"))
+    told = re.findall(r"([\d.]+ to [\d.]+) times as fast as", SPEED)
     assert told == [rows[place].split(" | ")[3] for place in (0, 1, 3)]
     assert not [row for row in rows if "1 H200" not in row and re.search(r"\| 0\.\d+", row)]
 
@@ -158,8 +158,7 @@ def test_the_first_sentence_of_speed_holds_in_the_table(scripts):
 def test_the_sentences_of_one_gpu_hold_in_every_shape_of_its_record(scripts):
     """They name the shapes where Canon leads with both passes, and cuDNN in the forward."""
     figures = scripts("readme_figures")
-    record, text = figures.kernel_tables, " ".join(section("Is it faster\\?").split())
-    faster = []
+    record, faster = figures.kernel_tables, []
     for shape in {row["shape"] for row in record.load(figures.ONE)["results"]}:
         tokens, width, mask = int(shape.split()[1][1:]), shape.split()[4], shape.split()[5]
         leads = mask in ("documents:256", "documents:1024") or width == "D256" or tokens <= 2048
@@ -169,11 +168,11 @@ def test_the_sentences_of_one_gpu_hold_in_every_shape_of_its_record(scripts):
         if (ratio := speed("SDPA cudnn", "forward") / speed("canon auto", "forward")) > 1:
             faster.append((ratio, tokens))
     assert all(tokens < 2048 for _, tokens in faster)
-    assert f"alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens" in text
+    assert f"alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens" in SPEED
     memory = lambda name: record.row_of(figures.ONE, record.MEMORY[0], name)["peak_mb"]
     mb = map(memory, ("canon auto", "canon gluon split", "flash-attn-4", "SDPA cudnn"))
     told = '{:.0f} MB, or {:.0f} with `backward="split"`; flash-attn-4 takes {:.0f}, cuDNN {:.0f}'
-    assert told.format(*mb) in text
+    assert told.format(*mb) in SPEED
 
 
 def test_the_readme_is_short():

@@ -3,16 +3,13 @@ than its records.
 """
 
 import re
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PAPER = ROOT / "paper"
+from folders import DATA, NOTEBOOKS, PAPER, ROOT
 
 
 @pytest.fixture(scope="module")
-def pages(scripts) -> dict[str, str]:
+def pages(scripts):
     return scripts("measured").pages()
 
 
@@ -21,7 +18,7 @@ def test_every_number_on_a_page_follows_from_its_records(pages):
         assert (PAPER / f"{name}.md").read_text() == text, "run `python paper/measured.py`"
 
 
-def words(text: str) -> int:
+def words(text):
     """Return the words of a page, without addresses and the marks of tables."""
     plain = re.sub(r"<!--.*?-->|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL)
     return sum(bool(re.search(r"\w", word)) for word in plain.split())
@@ -34,15 +31,14 @@ def test_the_measurements_and_articles_are_read_in_45_minutes(pages):
 
 
 def test_the_index_of_records_is_written_from_them(scripts):
-    assert (PAPER / "data" / "README.md").read_text() == scripts("records").index(), (
+    assert (DATA / "README.md").read_text() == scripts("records").index(), (
         "run `python paper/measured.py`"
     )
 
 
 def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):
     notebooks = [
-        path.read_text().replace("](../paper/", "](paper/")
-        for path in (ROOT / "notebooks").glob("*.md")
+        path.read_text().replace("](../paper/", "](paper/") for path in NOTEBOOKS.glob("*.md")
     ]
     assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text(), *notebooks) == []
 

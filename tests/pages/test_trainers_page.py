@@ -3,16 +3,14 @@ cannot be shifted inside a shard. tests/masks/test_layout.py has the cuts of oth
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from folders import GUIDE, ROOT
 
 from canon import Layout
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "paper" / "in_your_program.md").read_text()
-SECTION = PAGE.split("\n## Trainers\n")[1].split("\n## ")[0]
+SECTION = GUIDE.read_text().split("\n## Trainers\n")[1].split("\n## ")[0]
 
 
 def test_the_tests_that_the_section_names_exist():

@@ -194,6 +194,17 @@ def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
 # --- unsupported differentiation
 
 
+def assert_refused(call, x):
+    """Fail unless a transform and forward mode raise errors that name them."""
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.vmap(call)(x[None])
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode"),
+    ):
+        call(torch.autograd.forward_ad.make_dual(x, x))
+
+
 # torch's forward mode causes it
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @every_function
@@ -202,13 +213,7 @@ def test_unsupported_differentiation_is_named(half, function):
     q, k, v = (x.requires_grad_() for x in inputs())
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
-    with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.vmap(lambda q: attend(q, k.detach(), v.detach()))(q.detach()[None])
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="forward-mode"),
-    ):
-        attend(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k.detach(), v.detach())
+    assert_refused(lambda q: attend(q, k.detach(), v.detach()), q.detach())
     (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):
         (dq.sum() + q.sum()).backward()
@@ -228,13 +233,7 @@ def test_parts_and_decoding_refuse_differentiation(half):
         lambda out: half.merge(out, lse, out, lse),
         lambda q: half.decode_attention(q, k, v),
     ):
-        with pytest.raises(NotImplementedError, match=r"torch\.func"):
-            torch.func.vmap(call)(q[None])
-        with (
-            torch.autograd.forward_ad.dual_level(),
-            pytest.raises(NotImplementedError, match="forward-mode"),
-        ):
-            call(torch.autograd.forward_ad.make_dual(q, q))
+        assert_refused(call, q)
 
 
 @pytest.mark.interpreted

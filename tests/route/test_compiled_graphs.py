@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from compiled import assert_same, compiled_once, inputs, results
+from compiled import assert_same, compare, compiled_once, inputs
 from sampling import covering
 from sharded import OWN_LAYOUTS
 from torch._dynamo.utils import counters
@@ -76,24 +76,24 @@ def distributed(half, backend, calls):
 
         compiled = compiled_once(model, backend)
 
-        def compare(mask, layout):
+        def check(mask, layout):
             tokens = (
                 Layout.contiguous(TILED, 2, 128).size(dist.get_rank()) if tiled else TOKENS // 2
             )
             given = [mask] if name in OWN_LAYOUTS else [mask, layout]
-            found, expected = (results(f, with_sink(tokens), *given) for f in (compiled, model))
-            assert_same(found, expected, exact=backend != "inductor" and not sink)
+            exact = backend != "inductor" and not sink
+            compare(compiled, model, exact, with_sink(tokens), *given)
 
         for mask in (
             LONG[1:3] if tiled else MASKS if half is reference else MASKS[1:3]
         ):  # Triton's interpreter is slow
-            compare(
+            check(
                 mask,
                 Layout.contiguous(TILED, 2, 128) if tiled else reference.dispatch(mask, 2, chunk=4),
             )
         assert counters["stats"]["unique_graphs"] == 1, "a new mask or a new layout compiles again"
         if not tiled:
-            compare(None, None)
+            check(None, None)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,7 @@ def two_groups():
         whole = reference.magi_attention(q, k, v)
         return half + torch.sin(whole), torch.zeros(1)
 
-    leaves = inputs(6, seed=rank)
-    assert_same(
-        results(compiled_once(model, "aot_eager"), leaves), results(model, leaves), exact=True
-    )
+    compare(compiled_once(model, "aot_eager"), model, True, inputs(6, seed=rank))
 
 
 def disagreeing():
@@ -156,24 +153,15 @@ def local():
                 out, lse = half.attention(torch.sin(q), k=k, v=v, mask=mask, return_lse=True)
                 return torch.cos(out), lse
 
-            compiled = compiled_once(model, backend)
+            compiled, exact = compiled_once(model, backend), half is reference
             for mask in MASKS:
-                assert_same(
-                    results(compiled, inputs(TOKENS), mask),
-                    results(model, inputs(TOKENS), mask),
-                    exact=half is reference,
-                )
+                compare(compiled, model, exact, inputs(TOKENS), mask)
             assert counters["stats"]["unique_graphs"] == 1
             packed = [x.detach()[0].requires_grad_() for x in inputs(TOKENS)]
-            assert_same(
-                results(compiled, packed, None),
-                results(model, packed, None),
-                exact=half is reference,
-            )
+            compare(compiled, model, exact, packed, None)
             with torch.autocast("cpu", torch.bfloat16):
                 assert compiled(*inputs(TOKENS), MASKS[1])[0].dtype == torch.bfloat16
-                found, expected = (results(f, inputs(TOKENS), MASKS[1]) for f in (compiled, model))
-            assert_same(found, expected, exact=half is reference)
+                compare(compiled, model, exact, inputs(TOKENS), MASKS[1])
             for without_gradients in (torch.no_grad, torch.inference_mode):
                 with without_gradients():
                     assert_same(
@@ -189,11 +177,7 @@ def lengths():
     compiled = compiled_once(model, "aot_eager")
     for tokens in (24, 32, 17, 40, 5, 51, 9, 11, 13, 15):
         mask = Mask.documents([0, 3, tokens])
-        assert_same(
-            results(compiled, inputs(tokens), mask),
-            results(model, inputs(tokens), mask),
-            exact=True,
-        )
+        compare(compiled, model, True, inputs(tokens), mask)
     assert counters["stats"]["unique_graphs"] == 2
 
 

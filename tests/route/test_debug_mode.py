@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from folders import GUIDE
 
 from canon import Mask, reference
 from canon.testing import process_groups
 
-PAGE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 (CODE,) = re.findall(
-    r"```python\n(from "
-    r"torch.utils._debug_mode.*?)```",
-    PAGE.read_text(),
-    re.DOTALL,
+    r"```python\n(from torch.utils._debug_mode.*?)```", GUIDE.read_text(), re.DOTALL
 )
 N = 20
 

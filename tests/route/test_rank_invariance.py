@@ -16,7 +16,7 @@ from invariant_worlds import (
     on_one_rank,
     same_bits,
 )
-from sharded import assert_agrees, whole
+from sharded import assert_agrees, shards, whole
 
 from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
@@ -120,8 +120,7 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
         rank = dist.get_rank()
         *qkv, dout, dlse = inputs(mask, "multi-head", torch.float32)
         q, k, v = (
-            layout.shard(x, rank).requires_grad_(wanted)
-            for x, wanted in zip(qkv, needed, strict=True)
+            x.requires_grad_(wanted) for x, wanted in zip(shards(layout, qkv), needed, strict=True)
         )
         attend = getattr(half, function)
         out, lse = attend(q, k, v, mask, layout, rank_invariant=True, return_lse=True)

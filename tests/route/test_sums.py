@@ -3,12 +3,12 @@ stop at 256 parts.
 """
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from folders import GUIDE
 from sharded import DEVICE
 
 from canon import Mask, fast, reference, trees
@@ -26,7 +26,6 @@ from canon.route.call import Call
 from canon.route.sink_weights import weighted
 from canon.training import linear_loss, linear_sequence_loss, sequence_loss
 
-PAGE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 # parts, and one of them: neither it nor 129 times it is a round number in bfloat16
 N, ONE = 4096, 1 + 2**-7
 HALVES = {"reference": reference, "fast": fast}
@@ -271,7 +270,7 @@ def test_equal_parts_add_up(name, half):
 
 
 def test_the_table_of_the_guide_has_every_sum():
-    table = PAGE.read_text().split("## In which dtype sums are added")[1].split("\n## ")[0]
+    table = GUIDE.read_text().split("## In which dtype sums are added")[1].split("\n## ")[0]
     assert [row.strip() for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]] == list(
         SUMS
     )

@@ -6,20 +6,20 @@ import argparse
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import drawing
 import pytest
 import spans
 import timeline_figures
 import torch
+from folders import DATA
 
 from canon import Layout, Mask, __main__, fast, show_command
 from canon.show import layout_figures
 from canon.show.plan_figures import plot_plan
 from canon.show.style import RANKS, plt
 
-RECORD = Path(__file__).parents[2] / "paper" / "data" / "schedules_timeline_four_h200.json"
+RECORD = DATA / "schedules_timeline_four_h200.json"
 DOCUMENTS = Mask.documents([0, 5, 5, 12, 32])
 
 

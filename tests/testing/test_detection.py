@@ -3,16 +3,16 @@ the worst token needs the judge, and the record is of the faults as they are.
 """
 
 import json
-from pathlib import Path
 
 import detection
 import pytest
 import torch
+from folders import DATA
 from planted_faults import FAULTS, with_fault
 
 from canon import reference
 
-RECORD = Path(__file__).parents[2] / "paper" / "data" / "detection_cpu.json"
+RECORD = DATA / "detection_cpu.json"
 
 
 @pytest.fixture(scope="module")

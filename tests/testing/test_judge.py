@@ -80,6 +80,11 @@ def tensors(dtype=torch.float64, tokens=40, batch=()):
     return *tensors, torch.randn(*batch, 4, tokens).to(torch.promote_types(dtype, torch.float32))
 
 
+def judged_by(q, k, v, dout, dlse):
+    """Return the oracle's results and honest ones under a causal mask."""
+    return [answer(q, k, v, dout, dlse=dlse) for answer in (oracle, orders)]
+
+
 def by_autograd(q, k, v, sink, dout, dlse, masks, scale, softcap=None):
     """Return the results of torch's softmax over the keys and one more column, the sink, and
     autograd in float64.
@@ -132,8 +137,7 @@ def test_unseen_tokens_may_hold_nan(answer):
 
 
 def test_honest_orders_differ_only_in_rounding():
-    q, k, v, dout, dlse = tensors(torch.bfloat16)
-    exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
+    exact, honest = judged_by(*tensors(torch.bfloat16))
     assert all(agreement(one, exact, honest).agrees for one in honest)
     assert not torch.equal(honest[0].lse, honest[3].lse)
 
@@ -143,14 +147,14 @@ def test_equal_numbers_may_be_added_one_after_another():
     q, dout = torch.zeros(1, 250, 3, 4), torch.ones(1, 250, 3, 4)
     k, v = torch.zeros(2, 1, 250, 1, 4)
     given = q, k, v, dout, Mask.full(250), 0.0
-    got, judged_by = dense(*given), (oracle(*given), orders(*given), roundings(*given))
+    got, judged = dense(*given), (oracle(*given), orders(*given), roundings(*given))
     assert got.dv is not None
     one_by_one = torch.zeros(())
     for _ in range(750):
         one_by_one += 1 / 250
     assert (one_by_one - 3).abs() > 2e-5
-    assert agreement(got._replace(dv=torch.full_like(v, one_by_one)), *judged_by).agrees
-    assert not agreement(got._replace(dv=got.dv * (1 - 1e-4)), *judged_by).agrees
+    assert agreement(got._replace(dv=torch.full_like(v, one_by_one)), *judged).agrees
+    assert not agreement(got._replace(dv=got.dv * (1 - 1e-4)), *judged).agrees
 
 
 def third(fill, dim):
@@ -170,8 +174,7 @@ def third(fill, dim):
     ],
 )
 def test_verdicts_name_the_tensor_and_the_fault(name, change, message):
-    q, k, v, dout, dlse = tensors(torch.bfloat16)
-    exact, honest = oracle(q, k, v, dout, dlse=dlse), orders(q, k, v, dout, dlse=dlse)
+    exact, honest = judged_by(*tensors(torch.bfloat16))
     got = honest[1]._replace(**{name: change(getattr(honest[1], name))})
     verdict = agreement(got, exact, honest)
     assert message in str(verdict)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cuda_resources import resources
+from folders import ROOT
 from programs import printed
 
 from canon.fast.kernels.cuda import kernel, program
@@ -221,8 +222,6 @@ def test_the_sources_are_package_data():
     """A wheel takes the patterns of pyproject.toml."""
     import tomllib
 
-    patterns = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"][
-        "setuptools"
-    ]
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert {"*.cu", "*.cuh"} <= set(patterns["package-data"]["*"])
     assert {path.suffix for path in program.FOLDER.iterdir()} <= {".py", ".cu", ".cuh", ""}

@@ -55,7 +55,7 @@ def _one_cta(monkeypatch):
 
 
 @cache
-def inputs(d: int) -> tuple[torch.Tensor, ...]:
+def inputs(d):
     """Return q, k, v, dout with two key heads for four query heads; dv is 64. Keys grow, so row
     maxima change.
     """
@@ -65,7 +65,7 @@ def inputs(d: int) -> tuple[torch.Tensor, ...]:
 
 
 @cache
-def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
+def answers(d):
     """Return the judge's two results, and the row statistics of a backward pass."""
     q, k, v, dout = inputs(d)
     exact, honest = (attended(q, k, v, dout, MASK, SCALE) for attended in (oracle, dense))
@@ -74,7 +74,7 @@ def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
     return exact, honest, torch.nn.functional.pad(stats, (0, -TOKENS % 4))
 
 
-def run(name: str, order: str, seed: int) -> Attended:
+def run(name, order, seed):
     """Return the results of a kernel in tensors that were filled with NaN."""
     kernel, (q, k, v, dout) = KERNELS[name], inputs(KERNELS[name].d)
     stats = answers(kernel.d)[2]
@@ -98,7 +98,7 @@ def run(name: str, order: str, seed: int) -> Attended:
         return Attended(None, None, *sums or [None], dk, dv)
 
 
-def few(name: str, q, k, v, out, lse) -> Attended:
+def few(name, q, k, v, out, lse):
     """Return the results of the kernels for few queries, whose rings have two stages."""
     columns = KERNELS[name].config.columns
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +116,7 @@ def few(name: str, q, k, v, out, lse) -> Attended:
     return Attended(out, lse)
 
 
-def killed_by(name: str, order: str, seed: int, right: Attended) -> str:
+def killed_by(name, order, seed, right):
     """Return how an interleaving ends: with a deadlock, another fault or other bits; "" if with the
     right bits.
     """
@@ -132,7 +132,7 @@ def killed_by(name: str, order: str, seed: int, right: Attended) -> str:
 
 
 @cache
-def sample() -> list[tuple[str, str]]:
+def sample():
     """Return kernels and their mutants. Many kernels have functions in common: in a sample, each
     change of a function comes once.
     """

@@ -24,7 +24,7 @@ MASKS = {
 }
 
 
-def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.ndarray]:
+def schedule(mask, ctas, heads=32):
     """Return the work tiles of the forward kernel, (n, 8), and the cost of each one."""
     traversal = Traversal(128, 128, False, Heads(1, heads, 4), 1, 1, mask.keys * 512, ctas=ctas)
     work = tile_schedule(Cells(mask), traversal, torch.device("cpu")).work.numpy()
@@ -33,7 +33,7 @@ def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.nda
     return work_tiles, np.array(cost)
 
 
-def end_of(cost: np.ndarray, held: int) -> float:
+def end_of(cost, held):
     """Return when the kernel ends if the last ``held`` CTAs start when others end. A CTA begins
     with its own work tile.
     """

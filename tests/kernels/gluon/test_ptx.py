@@ -31,7 +31,7 @@ from canon.fast.kernels.gluon.ptx import (
 LANES = np.arange(32)
 
 
-def halves(x: np.ndarray, kind: str) -> np.ndarray:
+def halves(x, kind):
     """Return x rounded to two bytes, as bits."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
     return (
@@ -44,7 +44,7 @@ def halves(x: np.ndarray, kind: str) -> np.ndarray:
     )
 
 
-def bits_from(first: np.ndarray, width: np.ndarray) -> np.ndarray:
+def bits_from(first, width):
     """Return words with ``width`` bits from bit ``first`` on. Both are unsigned, and clamped."""
     first, width = (number.astype(np.int64) & 0xFFFFFFFF for number in (first, width))
     ends = np.minimum(np.stack([first, first + width]), 32).astype(np.uint64)
@@ -89,7 +89,7 @@ OPERATIONS = {  # without the type. Those in float32 read the bits of a word as 
 }
 
 
-def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run(text, operands):
     """Return the registers of a warp after the instructions of ``text``, an array over lanes. A
     warpgroup is one warp here.
     """
@@ -122,28 +122,33 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return registers
 
 
-def literal(name: str) -> np.ndarray:
+def literal(name):
     """Return a literal operand for each lane."""
     if name.startswith("0f"):
         return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
     return np.full(32, ast.literal_eval(name))
 
 
-def numbered(first: int, values) -> dict[str, np.ndarray]:
+def numbered(first, values):
     """Name the values $first, $first + 1 and so on."""
     return {f"${first + i}": value for i, value in enumerate(values)}
 
 
-def elements(number: int, registers: dict[str, np.ndarray]) -> np.ndarray:
+def elements(number, registers):
     return np.stack([registers[f"${i}"] for i in range(number)])
 
 
-def rows_of(number: int) -> np.ndarray:
+def touched(operands, after, number):
+    """Return whether an instruction has written to one of the first operands."""
+    return any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
+
+
+def rows_of(number):
     """Return the row, 0 or 1, of each element of a thread: they alternate in pairs."""
     return np.arange(number) // 2 % 2
 
 
-def at(places, value: float) -> np.ndarray:
+def at(places, value):
     """Return ones in two rows, and ``value`` in these (lane, row)."""
     made = np.ones((2, 32))
     for lane, row in places:
@@ -186,8 +191,7 @@ def test_a_warp_rescales_its_rows_if_any_factor_is_not_1_and_a_factor_of_0_remov
     operands = numbered(0, [*given, *[0] * 8, *factors])
     after = run(ptx(8), operands)
     np.testing.assert_array_equal(elements(8, after), x * factors)
-    touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(8))
-    assert touched == bool(rows), "a warp without such rows skips the work"
+    assert touched(operands, after, 8) == bool(rows), "a warp without such rows skips the work"
 
 
 @pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (9, 1)]])
@@ -223,8 +227,7 @@ def test_rounding_excess_is_added_where_sums_are_above_their_limit(above, dtype,
     more = np.where(limit < sums, sums - [rest[row == r].sum(0) for r in (0, 1)], 0)
     np.testing.assert_allclose(elements(2, after), excess + more, atol=1e-4)
     assert (abs(more[limit < sums]) > 1e-3).all() or kind == "f16", "rounding changes the sums"
-    touched = any(after[f"${r}"] is not operands[f"${r}"] for r in (0, 1))
-    assert touched == bool(above), "a warp without such rows skips the work"
+    assert touched(operands, after, 2) == bool(above), "a warp without such rows skips the work"
 
 
 def test_tanh_and_the_weights_of_capped_scores():
