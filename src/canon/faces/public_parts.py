@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.masks.arguments import shown
 from canon.masks.mask import Masks
 from canon.route.binding import bound
 from canon.route.checks import (
@@ -133,6 +134,8 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         check_mask(q, k, mask)
         check_gradients(dout, q, v, out, lse, dlse, delta)
         check_method("method", method)
+        if not isinstance(needs_grad, tuple | list) or [*map(type, needs_grad)] != [bool] * 3:
+            raise TypeError(f"needs_grad must be three booleans, got {shown(needs_grad)}")
         packed = q.ndim == 3
         statistics = (x.unsqueeze(0) if packed and x is not None else x for x in (lse, dlse, delta))
         grads = gradients(
