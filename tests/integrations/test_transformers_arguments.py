@@ -171,6 +171,20 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
                 attend()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["conv", "full_attention"]}, "'conv' would mix the tokens of one rank"),
+        ({"layers_block_type": ["mamba", "attention"]}, "'mamba' would mix the tokens of one rank"),
+    ],
+)
+def test_a_model_that_ranks_cannot_divide_raises_inside_sharded(changes, message):
+    model = tiny("Llama", "canon")
+    vars(model.config).update(changes)
+    with sharded(None, LAYOUT, half="reference"), pytest.raises(ValueError, match=message):
+        model(input_ids=tokens(16), use_cache=False)
+
+
 # --- register and sharded
 
 

@@ -10,8 +10,7 @@ rank's part. The loss is `sequence_loss` of the model inside `sharded`, divided 
 ranks and microbatches.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
-router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
-predictions.
+router losses and hybrid models raise. Evaluation gives losses, no predictions.
 
 Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
@@ -28,7 +27,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from canon.integrations.transformers import HALVES, attend_layer, sharded
+from canon.integrations.transformers import HALVES, attend_layer, check_layers, sharded
 from canon.masks.arguments import shown
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -40,7 +39,6 @@ __all__ = ["ContextParallelTrainer"]
 SHARDING = "sharding"  # the entry of a batch that holds its mask and layout
 # the mask has their content
 WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class ContextParallelTrainer(Trainer):
@@ -190,11 +188,7 @@ def _check_trainer(trainer: Any) -> None:
             "would attend to their own tokens alone: call "
             "canon.integrations.transformers.register and load the model with that name"
         )
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
-        raise ValueError(
-            f"{name}: layers of type {other[0]!r} would mix the tokens of one rank only: use a "
-            "model of attention layers"
-        )
+    check_layers(config)
     refused = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "compute_metrics": trainer.compute_metrics is not None,

@@ -13,7 +13,7 @@ the mask of `sharded`, narrowed by the layer's window and by padding, which cost
 one byte for each token and kind of layer. Elsewhere, on one process, it is the model's own.
 
 Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
-`generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
+hybrid models, `generate`, cross-attention and blocks of images, which its mask holds. Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
@@ -63,6 +63,7 @@ __all__ = ["register", "sharded"]
 
 HALVES = ("fast", "reference")
 FUNCTIONS = ("ring", "strided", "magi")
+LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 # options of a call that are not those of `sharded`
 OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}
 UNSUPPORTED = {  # keyword of an attention function: remedy
@@ -220,7 +221,18 @@ def build_mask(
     return LayerMask([mask.crop(rows, columns) for mask in masks])
 
 
+def check_layers(config: Any) -> None:
+    """Raise ValueError for other layers than attention."""
+    for name in ("layer_types", "layers_block_type"):
+        if other := sorted(set(getattr(config, name, None) or ()) - LAYERS):
+            raise ValueError(
+                f"canon: layers of type {other[0]!r} would mix the tokens of one rank only: use a "
+                "model of attention layers"
+            )
+
+
 def _check_decoder(pattern: Pattern, config: Any) -> None:
+    check_layers(config)
     several = getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     )
