@@ -176,13 +176,31 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
     [
         ({"layer_types": ["conv", "full_attention"]}, "'conv' would mix the tokens of one rank"),
         ({"layers_block_type": ["mamba", "attention"]}, "'mamba' would mix the tokens of one rank"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 15},
+            "rope_type 'dynamic' scales .* at most 15 tokens",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "longrope",
+                        "original_max_position_embeddings": 15,
+                    }
+                }
+            },
+            "rope_type 'longrope' scales .* at most 15 tokens",
+        ),
     ],
 )
 def test_a_model_that_ranks_cannot_divide_raises_inside_sharded(changes, message):
     model = tiny("Llama", "canon")
     vars(model.config).update(changes)
-    with sharded(None, LAYOUT, half="reference"), pytest.raises(ValueError, match=message):
-        model(input_ids=tokens(16), use_cache=False)
+    with (
+        sharded(None, Layout.zigzag(16, 2), half="reference"),
+        pytest.raises(ValueError, match=message),
+    ):
+        model(input_ids=tokens(8), use_cache=False)
 
 
 # --- register and sharded

@@ -211,6 +211,9 @@ def build_mask(
                 "Mask.with_blocks(starts, stops), and leave out token_type_ids"
             )
         _check_decoder(pattern, config)
+        if sharding.layout.ranks > 1:
+            check_layers(config)
+            _check_rotary(config, sharding.layout.tokens)
         _check_whole(rows, columns)
         mask = sharding.mask
         if attention_mask is not None:  # a collective
@@ -232,7 +235,6 @@ def check_layers(config: Any) -> None:
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    check_layers(config)
     several = getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     )
@@ -242,6 +244,20 @@ def _check_decoder(pattern: Pattern, config: Any) -> None:
             "cross-attention: call the encoder "
             "outside sharded, and use another attn_implementation for the decoder"
         )
+
+
+def _check_rotary(config: Any, tokens: int) -> None:
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    for rope in (scaling, *(scaling or {}).values()):
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind in ("dynamic", "longrope"):
+            most = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if tokens > most:
+                raise ValueError(
+                    f"canon: rope_type {kind!r} scales by the largest position of a rank, so ranks "
+                    f"would scale differently: divide sequences of at most {most} tokens, or set a "
+                    'rope_type that ignores the length, such as "yarn"'
+                )
 
 
 GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
