@@ -203,6 +203,18 @@ def test_a_model_that_ranks_cannot_divide_raises_inside_sharded(changes, message
         model(input_ids=tokens(8), use_cache=False)
 
 
+def test_a_decoder_that_ignores_positions_raises_inside_sharded():
+    sizes = dict(decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, d_model=32)
+    register()
+    config = transformers.BartConfig(attn_implementation="canon", is_encoder_decoder=False, **sizes)
+    model = transformers.BartForCausalLM(config)
+    with (
+        sharded(None, Layout.zigzag(16, 2), half="reference"),
+        pytest.raises(ValueError, match="BartDecoder ignores position_ids"),
+    ):
+        model(input_ids=tokens(8), position_ids=torch.arange(8)[None], use_cache=False)
+
+
 # --- register and sharded
 
 

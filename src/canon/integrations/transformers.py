@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -143,6 +144,7 @@ class Sharding:
     group: Group
     given: bool  # else the mask is causal over the whole sequence
     called: bool = False  # whether a model has built a mask from it
+    missing: bool = False  # whether it did without position_ids
     ndim = property(refuse_another_mask)
 
     def __getitem__(self, index: Any) -> "Sharding":
@@ -214,7 +216,7 @@ def build_mask(
         if sharding.layout.ranks > 1:
             check_layers(config)
             _check_rotary(config, sharding.layout.tokens)
-        _check_whole(rows, columns)
+        _check_whole(rows, columns, sharding)
         mask = sharding.mask
         if attention_mask is not None:  # a collective
             valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
@@ -263,17 +265,13 @@ def _check_rotary(config: Any, tokens: int) -> None:
 GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
-def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache, and warn of labels. Callers show the first pass of both."""
-    frame = sys._getframe()
+def _check_whole(rows: range, columns: range, sharding: Sharding) -> None:
+    """Raise ValueError for a KV cache, whose first pass callers show."""
+    frame, forwards = sys._getframe(), []
     while frame is not None and frame.f_code is not GENERATE:
-        if frame.f_code.co_name == "forward" and _computes_a_loss(frame.f_locals):
-            warnings.warn(
-                "canon: the model inside sharded gets labels, so its own loss is one of this rank "
-                "alone, and the labels are shifted inside its shard: pass no labels, and pass the "
-                "logits and shift_labels to canon.training.sequence_loss",
-                stacklevel=2,
-            )
+        model = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(model, PreTrainedModel):
+            forwards.append(frame)
         frame = frame.f_back
     if frame is not None or rows != columns or rows.start:
         raise ValueError(
@@ -281,14 +279,42 @@ def _check_whole(rows: range, columns: range) -> None:
             f"another length than this rank's tokens, and got {len(rows)} queries from token "
             f"{rows.start} on with {len(columns)} keys: generate on one process, outside sharded"
         )
+    _check_inputs(forwards, len(rows), sharding)
+
+
+def _check_inputs(forwards: list[FrameType], tokens: int, sharding: Sharding) -> None:
+    """Warn of labels and missing positions. Raise ValueError for ignored ones."""
+    missing = bool(forwards)
+    for frame in forwards:
+        given, (names, _, others) = frame.f_locals, inspect.getargs(frame.f_code)
+        if _computes_a_loss(given):
+            warnings.warn(
+                "canon: the model inside sharded gets labels, so its own loss is one of this rank "
+                "alone, and the labels are shifted inside its shard: pass no labels, and pass the "
+                "logits and shift_labels to canon.training.sequence_loss",
+                stacklevel=2,
+            )
+        if "position_ids" in names:
+            missing = given.get("position_ids") is None
+        elif given.get(others, {}).get("position_ids") is not None:
+            if frame is forwards[0] and sharding.layout.ranks > 1:
+                raise ValueError(
+                    f"canon: {type(given['self']).__name__} ignores position_ids, so each rank "
+                    "would count its tokens from 0: use a model whose forward takes them"
+                )
+            missing = False
+    _, rank, ranks = place_in("sharded", sharding.group)
+    new, sharding.missing = missing and not sharding.missing, missing
+    if new and (ranks, tokens) == (sharding.layout.ranks, sharding.layout.size(rank)):
+        _warn_of_counting(sharding, rank)
 
 
 def _computes_a_loss(given: dict[str, Any]) -> bool:
     """Return whether a ``forward`` with these locals makes a wrong loss. One from shift_labels is
     right by another loss function, or divided by a number.
     """
-    model, options = given.get("self"), given.get("kwargs", {})
-    if not isinstance(model, PreTrainedModel) or given.get("labels") is None:
+    model, options = given["self"], given.get("kwargs", {})
+    if given.get("labels") is None:
         return False
     of_transformers = model.loss_function.__module__.startswith("transformers.")
     divided = options.get("num_items_in_batch") is not None or not of_transformers
@@ -383,7 +409,7 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
     looked_at = hash(layout), sharding.given
     if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
         return
-    if not _are_readable(positions):
+    if whole.missing or not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
     if ranks != layout.ranks or positions.shape[1] != layout.size(rank):
@@ -398,8 +424,14 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
             "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
+    if bool((positions == torch.arange(layout.size(rank), device="cpu")).all()):
+        _warn_of_counting(whole, rank)
+
+
+def _warn_of_counting(whole: Sharding, rank: int) -> None:
+    layout = whole.layout
     counted = torch.arange(layout.size(rank), device="cpu")
-    if not bool((positions == counted).all()) or in_sequence.equal(counted):
+    if layout.positions(rank).equal(counted):
         return
     with suppress(ValueError):  # the mask has no documents, as in a tree
         if not layout.document_positions(rank, whole.mask).equal(counted):
