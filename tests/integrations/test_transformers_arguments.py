@@ -3,6 +3,7 @@ and nothing else changes.
 """
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -213,6 +214,18 @@ def test_a_decoder_that_ignores_positions_raises_inside_sharded():
         pytest.raises(ValueError, match="BartDecoder ignores position_ids"),
     ):
         model(input_ids=tokens(8), position_ids=torch.arange(8)[None], use_cache=False)
+
+
+def test_sliding_windows_over_a_tree_raise_inside_sharded():
+    tree, documents = Mask.tree([-1, 0, 0], [8, 4, 4]), Mask.documents([0, 8, 16])
+    for mask, expected in (
+        (documents, nullcontext()),
+        (tree, pytest.raises(ValueError, match="is a tree")),
+    ):
+        with sharded(mask, LAYOUT, half="reference"):
+            tiny("Llama", "canon")(input_ids=tokens(16), use_cache=False)
+            with expected:
+                tiny("Mistral", "canon")(input_ids=tokens(16), use_cache=False)
 
 
 # --- register and sharded

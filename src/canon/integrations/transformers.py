@@ -50,6 +50,7 @@ from canon.integrations.transformers_masks import (
     own_masks,
     padded,
     pattern_of,
+    refuse_a_tree,
     refuse_another_mask,
 )
 from canon.masks.arguments import shown
@@ -218,6 +219,8 @@ def build_mask(
             _check_rotary(config, sharding.layout.tokens)
         _check_whole(rows, columns, sharding)
         mask = sharding.mask
+        if pattern.left is not None or pattern.right is not None:
+            refuse_a_tree(mask, sharding.layout)
         if attention_mask is not None:  # a collective
             valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
             mask = padded(mask, valid.bool().cpu())

@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from canon.masks.band import picked
+from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
+from canon.ranks.movement import ends_of
 
 
 class Pattern(NamedTuple):
@@ -162,6 +164,17 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
                 "Mask.documents"
             )
     return mask
+
+
+def refuse_a_tree(mask: Mask, layout: Layout) -> None:
+    """Raise ValueError: distances in branches are not those of tokens."""
+    try:
+        ends_of(layout, mask)
+    except ValueError:
+        raise ValueError(
+            "canon: the mask of sharded is a tree, but the model's sliding window counts packed "
+            "tokens, not those of a branch: use a model without windows, or separate sequences"
+        ) from None
 
 
 def _seen(mask: Mask, keys: list[range]) -> Mask:
