@@ -10,7 +10,7 @@ rank's part. The loss is `sequence_loss` of the model inside `sharded`, divided 
 ranks and microbatches.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
-router losses and hybrid models raise. Evaluation gives losses, no predictions.
+router losses, NEFTune, hybrid and other than causal models raise. Evaluation gives no predictions.
 
 Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
@@ -189,10 +189,16 @@ def _check_trainer(trainer: Any) -> None:
             "canon.integrations.transformers.register and load the model with that name"
         )
     check_layers(config)
+    causal = {x.is_causal for x in trainer.model.modules() if hasattr(x, "is_causal")}
+    if causal == {False} or getattr(config, "is_causal", None) is False:
+        raise ValueError(
+            f"{name}: the model is not causal, but ranks get causal masks: use Trainer itself"
+        )
     refused = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "compute_metrics": trainer.compute_metrics is not None,
         "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "output_router_logits in the config": getattr(config, "output_router_logits", False),
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
         "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy
