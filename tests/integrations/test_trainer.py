@@ -148,3 +148,6 @@ def test_a_batch_has_labels_and_one_mask():
         mask_of({"position_ids": positions})
     with pytest.raises(ValueError, match="must return labels"):
         ShardingCollator(lambda features: {"input_ids": positions}, len, 0, 1)([])
+    packed = {"labels": positions[:1], "seq_idx": positions[:1]}
+    with pytest.raises(ValueError, match=r"returns \['seq_idx'\] without position_ids"):
+        ShardingCollator(lambda features: packed, len, 0, 1)([])

@@ -152,10 +152,16 @@ class ShardingCollator:
     ranks: int
 
     def __call__(self, features: list) -> dict[str, Any]:
-        batch = {name: x for name, x in self.collate(features).items() if name not in WHOLE}
+        collated = self.collate(features)
+        batch = {name: x for name, x in collated.items() if name not in WHOLE}
         if "labels" not in batch:
             raise ValueError(
                 f"ContextParallelTrainer: the data collator must return labels, got {sorted(batch)}"
+            )
+        if len(batch) < len(collated) and "position_ids" not in batch:
+            raise ValueError(
+                f"ContextParallelTrainer: the data collator returns {sorted(WHOLE & set(collated))}"
+                " without position_ids, which describe the same documents here: let it return them"
             )
         if (padding := batch.get("attention_mask")) is not None and bool(padding.all()):
             del batch["attention_mask"]
