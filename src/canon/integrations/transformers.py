@@ -389,14 +389,15 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
     by_row = (masks,) * len(steps) if isinstance(masks, Mask) else masks
     for step, mask in zip(steps.expand(len(by_row), -1), by_row, strict=True):
         restarts, jumps = (x.nonzero().flatten().tolist() for x in (step < 1, step > 1))
-        if any(_sees(mask, token, token - 1) for token in restarts):
+        # padding does not see itself
+        if any(_sees(mask, token, token) and _sees(mask, token, token - 1) for token in restarts):
             raise ValueError(
                 "canon: position_ids restart at a token that sees the one before it, because the "
                 "model does not give them to its mask, or use_cache is True: pass "
                 "use_cache=False, or use canon.integrations.transformers.sharded with a Layout of "
                 "one rank and Mask.documents"
             )
-        # transformers begins a document at a jump; padding does not see itself
+        # transformers begins a document at a jump
         if dist.is_initialized() and any(_sees(mask, token, token) for token in jumps):
             _warn_of_a_shard()
     _checked[0] = ref(positions), (*known, masks)
