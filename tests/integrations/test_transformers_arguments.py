@@ -228,6 +228,11 @@ def test_sliding_windows_over_a_tree_raise_inside_sharded():
                 tiny("Mistral", "canon")(input_ids=tokens(16), use_cache=False)
 
 
+def test_export_of_a_model_raises():
+    with pytest.raises(RuntimeError, match="torch.export cannot record build_mask"):
+        torch.export.export(tiny("Llama", "canon"), (tokens(8),), strict=False)
+
+
 # --- register and sharded
 
 

@@ -66,7 +66,6 @@ __all__ = ["register", "sharded"]
 HALVES = ("fast", "reference")
 FUNCTIONS = ("ring", "strided", "magi")
 LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
-# options of a call that are not those of `sharded`
 OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}
 UNSUPPORTED = {  # keyword of an attention function: remedy
     "dropout": "set attention_dropout=0 in the config",
@@ -230,7 +229,7 @@ def build_mask(
 
 
 def check_layers(config: Any) -> None:
-    """Raise ValueError for other layers than attention."""
+    """Raise ValueError for hybrid models."""
     for name in ("layer_types", "layers_block_type"):
         if other := sorted(set(getattr(config, name, None) or ()) - LAYERS):
             raise ValueError(
@@ -286,7 +285,6 @@ def _check_whole(rows: range, columns: range, sharding: Sharding) -> None:
 
 
 def _check_inputs(forwards: list[FrameType], tokens: int, sharding: Sharding) -> None:
-    """Warn of labels and missing positions. Raise ValueError for ignored ones."""
     missing = bool(forwards)
     for frame in forwards:
         given, (names, _, others) = frame.f_locals, inspect.getargs(frame.f_code)

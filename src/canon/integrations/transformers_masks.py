@@ -167,7 +167,7 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
 
 
 def refuse_a_tree(mask: Mask, layout: Layout) -> None:
-    """Raise ValueError: distances in branches are not those of tokens."""
+    """Raise ValueError for a tree."""
     try:
         ends_of(layout, mask)
     except ValueError:
