@@ -228,6 +228,14 @@ def test_sliding_windows_over_a_tree_raise_inside_sharded():
                 tiny("Mistral", "canon")(input_ids=tokens(16), use_cache=False)
 
 
+def test_a_model_that_adds_its_mask_to_scores_raises():
+    with sharded(None, LAYOUT, half="reference"):
+        inside = build_mask(1, 16, 16)
+    for mask in (inside, LayerMask([Mask.causal(16)])):
+        with pytest.raises(ValueError, match="adds its mask to the scores itself"):
+            _ = torch.zeros(1) + mask
+
+
 def test_export_of_a_model_raises():
     with pytest.raises(RuntimeError, match="torch.export cannot record build_mask"):
         torch.export.export(tiny("Llama", "canon"), (tokens(8),), strict=False)

@@ -50,6 +50,7 @@ from canon.integrations.transformers_masks import (
     own_masks,
     padded,
     pattern_of,
+    refuse_a_sum,
     refuse_a_tree,
     refuse_another_mask,
 )
@@ -146,6 +147,7 @@ class Sharding:
     called: bool = False  # whether a model has built a mask from it
     missing: bool = False  # whether it did without position_ids
     ndim = property(refuse_another_mask)
+    __radd__ = size = refuse_a_sum
 
     def __getitem__(self, index: Any) -> "Sharding":
         """Return self for ``mask[:, :, :, :]``. Raises ValueError if a model drops queries."""
@@ -445,7 +447,7 @@ def _warn_of_counting(whole: Sharding, rank: int) -> None:
 
 
 def _are_readable(positions: Tensor) -> bool:
-    """Return whether positions are (b, t), outside of the capture of a CUDA graph."""
+    """Return whether positions are (b, t), outside of a CUDA graph's capture."""
     captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     return positions.ndim == 2 and not captured
 
@@ -465,7 +467,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, as in image encoders."""
+    """Return the mask of a layer without one."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

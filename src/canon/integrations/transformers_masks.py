@@ -41,11 +41,19 @@ def refuse_another_mask(_) -> int:
     )
 
 
+def refuse_a_sum(*_: Any) -> Any:
+    """Raise ValueError: scores need a tensor."""
+    raise ValueError(
+        'canon: this model adds its mask to the scores itself: use attn_implementation="eager"'
+    )
+
+
 class LayerMask:
     """The mask of one kind of layer on one process, or a tuple of one for each sequence."""
 
     __slots__ = ("masks",)
     ndim = property(refuse_another_mask)
+    __radd__ = size = refuse_a_sum
 
     def __init__(self, masks: list[Mask]):
         self.masks = masks[0] if len(set(masks)) == 1 else tuple(masks)
