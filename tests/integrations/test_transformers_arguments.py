@@ -236,9 +236,11 @@ def test_a_model_that_adds_its_mask_to_scores_raises():
             _ = torch.zeros(1) + mask
 
 
-def test_export_of_a_model_raises():
+def test_export_of_a_model_and_several_masks_in_a_compiled_one_raise():
     with pytest.raises(RuntimeError, match="torch.export cannot record build_mask"):
         torch.export.export(tiny("Llama", "canon"), (tokens(8),), strict=False)
+    with pytest.raises(ValueError, match="compiled model takes one mask"):
+        torch.compile(attend, backend="eager")(mask=LayerMask([Mask.causal(16), Mask.full(16)]))
 
 
 # --- register and sharded

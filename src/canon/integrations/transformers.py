@@ -372,9 +372,19 @@ def attend_layer(
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
         _check_positions(positions, masks)
+    if torch.compiler.is_compiling() and not isinstance(masks, Mask):
+        _refuse_several_masks()
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
     out = half.attention(q, k, v, masks, scale=scaling, softcap=softcap, sink=s_aux)
     return out.contiguous(), None
+
+
+@untraced
+def _refuse_several_masks() -> None:
+    raise ValueError(
+        "canon: a compiled model takes one mask, but the sequences of this batch are padded or "
+        "packed differently: pass one sequence, or leave torch.compile out"
+    )
 
 
 # the last position_ids and their masks: layers share them
