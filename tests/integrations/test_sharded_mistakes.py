@@ -56,6 +56,11 @@ def without_positions(part, labels, model):
     del part["position_ids"]
 
 
+def without_positions_later(part, labels, model):
+    with sharded(CAUSAL, ZIGZAG, half="reference"):
+        model(part["input_ids"], position_ids=part.pop("position_ids"), use_cache=False)
+
+
 def with_restarts(part, labels, model):
     part["position_ids"] = ZIGZAG.document_positions(dist.get_rank(), ENDS)[None]
 
@@ -86,6 +91,7 @@ CASES = {
     "mean": ("Llama", ZIGZAG, CAUSAL, with_mean),
     "restarts": ("Llama", ZIGZAG, None, with_restarts, "canon", 2),  # of documents on rank 1
     "positions of halves": ("Llama", HALVES, PACKED, without_positions),
+    "later": ("Llama", ZIGZAG, CAUSAL, without_positions_later),
     **{name: (name, ZIGZAG, CAUSAL, without_positions) for name in MODELS},
 }
 CORRECT = [
@@ -133,7 +139,7 @@ def found():
         ("without Canon", 'no model used Canon inside sharded.*set_attn_implementation."canon"'),
         ("labels", LABELS),
         ("mean", LABELS),
-        *((name, COUNTED) for name in MODELS),
+        *((name, COUNTED) for name in ("later", *MODELS)),
     ],
 )
 def test_a_mistake_warns_once_on_each_rank(case, expected):

@@ -102,6 +102,7 @@ def test_the_methods_of_trainer_are_those_that_canon_overrides():
             {},
             "does not support average_tokens_across_devices=False",
         ),
+        ({"neftune_noise_alpha": 5.0}, {}, "does not support neftune_noise_alpha"),
         ({}, {"compute_metrics": len}, "does not support compute_metrics"),
         ({}, {"half": "slow"}, "half must be one of"),
         ({}, {"attention": "eager"}, "attend to their own tokens alone"),
@@ -118,6 +119,14 @@ def test_layers_that_mix_tokens_outside_of_attention_raise(tmp_path):
     with pytest.raises(
         ValueError, match="'linear_attention' would mix the tokens of one rank only"
     ):
+        ContextParallelTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none"))
+
+
+def test_a_model_that_is_not_causal_raises(tmp_path):
+    model = tiny("Llama", "canon")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="the model is not causal"):
         ContextParallelTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none"))
 
 
@@ -139,3 +148,6 @@ def test_a_batch_has_labels_and_one_mask():
         mask_of({"position_ids": positions})
     with pytest.raises(ValueError, match="must return labels"):
         ShardingCollator(lambda features: {"input_ids": positions}, len, 0, 1)([])
+    packed = {"labels": positions[:1], "seq_idx": positions[:1]}
+    with pytest.raises(ValueError, match=r"returns \['seq_idx'\] without position_ids"):
+        ShardingCollator(lambda features: packed, len, 0, 1)([])

@@ -86,6 +86,12 @@ def test_padding_on_any_side_is_honoured(name):
     assert_close(whole_step(tiny(name, "canon"), batch), whole_step(tiny(name), batch), valid)
 
 
+def test_positions_may_restart_in_padding():
+    valid = (torch.arange(N) < 31).long()[None]
+    given = dict(attention_mask=valid, position_ids=valid.cumsum(1) * valid, use_cache=False)
+    tiny("Llama", "canon")(input_ids=tokens(N), **given)
+
+
 def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
     """Llama does if it has no cache."""
     packed = dict(input_ids=tokens(N), position_ids=POSITIONS)

@@ -3,6 +3,7 @@ and nothing else changes.
 """
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -169,6 +170,77 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
                 model(input_ids=tokens(16), decoder_input_ids=tokens(16), use_cache=False)
             with pytest.raises(ValueError, match="no mask from transformers.masking_utils"):
                 attend()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["conv", "full_attention"]}, "'conv' would mix the tokens of one rank"),
+        ({"layers_block_type": ["mamba", "attention"]}, "'mamba' would mix the tokens of one rank"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 15},
+            "rope_type 'dynamic' scales .* at most 15 tokens",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "longrope",
+                        "original_max_position_embeddings": 15,
+                    }
+                }
+            },
+            "rope_type 'longrope' scales .* at most 15 tokens",
+        ),
+    ],
+)
+def test_a_model_that_ranks_cannot_divide_raises_inside_sharded(changes, message):
+    model = tiny("Llama", "canon")
+    vars(model.config).update(changes)
+    with (
+        sharded(None, Layout.zigzag(16, 2), half="reference"),
+        pytest.raises(ValueError, match=message),
+    ):
+        model(input_ids=tokens(8), use_cache=False)
+
+
+def test_a_decoder_that_ignores_positions_raises_inside_sharded():
+    sizes = dict(decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, d_model=32)
+    register()
+    config = transformers.BartConfig(attn_implementation="canon", is_encoder_decoder=False, **sizes)
+    model = transformers.BartForCausalLM(config)
+    with (
+        sharded(None, Layout.zigzag(16, 2), half="reference"),
+        pytest.raises(ValueError, match="BartDecoder ignores position_ids"),
+    ):
+        model(input_ids=tokens(8), position_ids=torch.arange(8)[None], use_cache=False)
+
+
+def test_sliding_windows_over_a_tree_raise_inside_sharded():
+    tree, documents = Mask.tree([-1, 0, 0], [8, 4, 4]), Mask.documents([0, 8, 16])
+    for mask, expected in (
+        (documents, nullcontext()),
+        (tree, pytest.raises(ValueError, match="is a tree")),
+    ):
+        with sharded(mask, LAYOUT, half="reference"):
+            tiny("Llama", "canon")(input_ids=tokens(16), use_cache=False)
+            with expected:
+                tiny("Mistral", "canon")(input_ids=tokens(16), use_cache=False)
+
+
+def test_a_model_that_adds_its_mask_to_scores_raises():
+    with sharded(None, LAYOUT, half="reference"):
+        inside = build_mask(1, 16, 16)
+    for mask in (inside, LayerMask([Mask.causal(16)])):
+        with pytest.raises(ValueError, match="adds its mask to the scores itself"):
+            _ = torch.zeros(1) + mask
+
+
+def test_export_of_a_model_and_several_masks_in_a_compiled_one_raise():
+    with pytest.raises(RuntimeError, match="torch.export cannot record build_mask"):
+        torch.export.export(tiny("Llama", "canon"), (tokens(8),), strict=False)
+    with pytest.raises(ValueError, match="compiled model takes one mask"):
+        torch.compile(attend, backend="eager")(mask=LayerMask([Mask.causal(16), Mask.full(16)]))
 
 
 # --- register and sharded

@@ -10,8 +10,7 @@ rank's part. The loss is `sequence_loss` of the model inside `sharded`, divided 
 ranks and microbatches.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
-router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
-predictions.
+router losses, NEFTune, hybrid and other than causal models raise. Evaluation gives no predictions.
 
 Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
@@ -28,7 +27,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from canon.integrations.transformers import HALVES, attend_layer, sharded
+from canon.integrations.transformers import HALVES, attend_layer, check_layers, sharded
 from canon.masks.arguments import shown
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -40,7 +39,6 @@ __all__ = ["ContextParallelTrainer"]
 SHARDING = "sharding"  # the entry of a batch that holds its mask and layout
 # the mask has their content
 WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class ContextParallelTrainer(Trainer):
@@ -154,10 +152,16 @@ class ShardingCollator:
     ranks: int
 
     def __call__(self, features: list) -> dict[str, Any]:
-        batch = {name: x for name, x in self.collate(features).items() if name not in WHOLE}
+        collated = self.collate(features)
+        batch = {name: x for name, x in collated.items() if name not in WHOLE}
         if "labels" not in batch:
             raise ValueError(
                 f"ContextParallelTrainer: the data collator must return labels, got {sorted(batch)}"
+            )
+        if len(batch) < len(collated) and "position_ids" not in batch:
+            raise ValueError(
+                f"ContextParallelTrainer: the data collator returns {sorted(WHOLE & set(collated))}"
+                " without position_ids, which describe the same documents here: let it return them"
             )
         if (padding := batch.get("attention_mask")) is not None and bool(padding.all()):
             del batch["attention_mask"]
@@ -190,15 +194,17 @@ def _check_trainer(trainer: Any) -> None:
             "would attend to their own tokens alone: call "
             "canon.integrations.transformers.register and load the model with that name"
         )
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
+    check_layers(config)
+    causal = {x.is_causal for x in trainer.model.modules() if hasattr(x, "is_causal")}
+    if causal == {False} or getattr(config, "is_causal", None) is False:
         raise ValueError(
-            f"{name}: layers of type {other[0]!r} would mix the tokens of one rank only: use a "
-            "model of attention layers"
+            f"{name}: the model is not causal, but ranks get causal masks: use Trainer itself"
         )
     refused = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "compute_metrics": trainer.compute_metrics is not None,
         "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "output_router_logits in the config": getattr(config, "output_router_logits", False),
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
         "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy

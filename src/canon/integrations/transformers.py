@@ -13,7 +13,7 @@ the mask of `sharded`, narrowed by the layer's window and by padding, which cost
 one byte for each token and kind of layer. Elsewhere, on one process, it is the model's own.
 
 Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
-`generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
+hybrid models, `generate`, cross-attention and blocks of images, which its mask holds. Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -49,6 +50,8 @@ from canon.integrations.transformers_masks import (
     own_masks,
     padded,
     pattern_of,
+    refuse_a_sum,
+    refuse_a_tree,
     refuse_another_mask,
 )
 from canon.masks.arguments import shown
@@ -63,7 +66,7 @@ __all__ = ["register", "sharded"]
 
 HALVES = ("fast", "reference")
 FUNCTIONS = ("ring", "strided", "magi")
-# options of a call that are not those of `sharded`
+LAYERS = {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}
 UNSUPPORTED = {  # keyword of an attention function: remedy
     "dropout": "set attention_dropout=0 in the config",
@@ -142,7 +145,9 @@ class Sharding:
     group: Group
     given: bool  # else the mask is causal over the whole sequence
     called: bool = False  # whether a model has built a mask from it
+    missing: bool = False  # whether it did without position_ids
     ndim = property(refuse_another_mask)
+    __radd__ = size = refuse_a_sum
 
     def __getitem__(self, index: Any) -> "Sharding":
         """Return self for ``mask[:, :, :, :]``. Raises ValueError if a model drops queries."""
@@ -210,14 +215,29 @@ def build_mask(
                 "Mask.with_blocks(starts, stops), and leave out token_type_ids"
             )
         _check_decoder(pattern, config)
-        _check_whole(rows, columns)
+        if sharding.layout.ranks > 1:
+            check_layers(config)
+            _check_rotary(config, sharding.layout.tokens)
+        _check_whole(rows, columns, sharding)
         mask = sharding.mask
+        if pattern.left is not None or pattern.right is not None:
+            refuse_a_tree(mask, sharding.layout)
         if attention_mask is not None:  # a collective
             valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
             mask = padded(mask, valid.bool().cpu())
         return replace(sharding, mask=mask.windowed(pattern.left, pattern.right))
     masks = own_masks(pattern, batch_size, max(rows.stop, columns.stop), attention_mask)
     return LayerMask([mask.crop(rows, columns) for mask in masks])
+
+
+def check_layers(config: Any) -> None:
+    """Raise ValueError for hybrid models."""
+    for name in ("layer_types", "layers_block_type"):
+        if other := sorted(set(getattr(config, name, None) or ()) - LAYERS):
+            raise ValueError(
+                f"canon: layers of type {other[0]!r} would mix the tokens of one rank only: use a "
+                "model of attention layers"
+            )
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
@@ -232,20 +252,30 @@ def _check_decoder(pattern: Pattern, config: Any) -> None:
         )
 
 
+def _check_rotary(config: Any, tokens: int) -> None:
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    for rope in (scaling, *(scaling or {}).values()):
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind in ("dynamic", "longrope"):
+            most = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            if tokens > most:
+                raise ValueError(
+                    f"canon: rope_type {kind!r} scales by the largest position of a rank, so ranks "
+                    f"would scale differently: divide sequences of at most {most} tokens, or set a "
+                    'rope_type that ignores the length, such as "yarn"'
+                )
+
+
 GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
-def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache, and warn of labels. Callers show the first pass of both."""
-    frame = sys._getframe()
+def _check_whole(rows: range, columns: range, sharding: Sharding) -> None:
+    """Raise ValueError for a KV cache, whose first pass callers show."""
+    frame, forwards = sys._getframe(), []
     while frame is not None and frame.f_code is not GENERATE:
-        if frame.f_code.co_name == "forward" and _computes_a_loss(frame.f_locals):
-            warnings.warn(
-                "canon: the model inside sharded gets labels, so its own loss is one of this rank "
-                "alone, and the labels are shifted inside its shard: pass no labels, and pass the "
-                "logits and shift_labels to canon.training.sequence_loss",
-                stacklevel=2,
-            )
+        model = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(model, PreTrainedModel):
+            forwards.append(frame)
         frame = frame.f_back
     if frame is not None or rows != columns or rows.start:
         raise ValueError(
@@ -253,14 +283,41 @@ def _check_whole(rows: range, columns: range) -> None:
             f"another length than this rank's tokens, and got {len(rows)} queries from token "
             f"{rows.start} on with {len(columns)} keys: generate on one process, outside sharded"
         )
+    _check_inputs(forwards, len(rows), sharding)
+
+
+def _check_inputs(forwards: list[FrameType], tokens: int, sharding: Sharding) -> None:
+    missing = bool(forwards)
+    for frame in forwards:
+        given, (names, _, others) = frame.f_locals, inspect.getargs(frame.f_code)
+        if _computes_a_loss(given):
+            warnings.warn(
+                "canon: the model inside sharded gets labels, so its own loss is one of this rank "
+                "alone, and the labels are shifted inside its shard: pass no labels, and pass the "
+                "logits and shift_labels to canon.training.sequence_loss",
+                stacklevel=2,
+            )
+        if "position_ids" in names:
+            missing = given.get("position_ids") is None
+        elif given.get(others, {}).get("position_ids") is not None:
+            if frame is forwards[0] and sharding.layout.ranks > 1:
+                raise ValueError(
+                    f"canon: {type(given['self']).__name__} ignores position_ids, so each rank "
+                    "would count its tokens from 0: use a model whose forward takes them"
+                )
+            missing = False
+    _, rank, ranks = place_in("sharded", sharding.group)
+    new, sharding.missing = missing and not sharding.missing, missing
+    if new and (ranks, tokens) == (sharding.layout.ranks, sharding.layout.size(rank)):
+        _warn_of_counting(sharding, rank)
 
 
 def _computes_a_loss(given: dict[str, Any]) -> bool:
     """Return whether a ``forward`` with these locals makes a wrong loss. One from shift_labels is
     right by another loss function, or divided by a number.
     """
-    model, options = given.get("self"), given.get("kwargs", {})
-    if not isinstance(model, PreTrainedModel) or given.get("labels") is None:
+    model, options = given["self"], given.get("kwargs", {})
+    if given.get("labels") is None:
         return False
     of_transformers = model.loss_function.__module__.startswith("transformers.")
     divided = options.get("num_items_in_batch") is not None or not of_transformers
@@ -315,9 +372,19 @@ def attend_layer(
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
         _check_positions(positions, masks)
+    if torch.compiler.is_compiling() and not isinstance(masks, Mask):
+        _refuse_several_masks()
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
     out = half.attention(q, k, v, masks, scale=scaling, softcap=softcap, sink=s_aux)
     return out.contiguous(), None
+
+
+@untraced
+def _refuse_several_masks() -> None:
+    raise ValueError(
+        "canon: a compiled model takes one mask, but the sequences of this batch are padded or "
+        "packed differently: pass one sequence, or leave torch.compile out"
+    )
 
 
 # the last position_ids and their masks: layers share them
@@ -332,14 +399,15 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
     by_row = (masks,) * len(steps) if isinstance(masks, Mask) else masks
     for step, mask in zip(steps.expand(len(by_row), -1), by_row, strict=True):
         restarts, jumps = (x.nonzero().flatten().tolist() for x in (step < 1, step > 1))
-        if any(_sees(mask, token, token - 1) for token in restarts):
+        # padding does not see itself
+        if any(_sees(mask, token, token) and _sees(mask, token, token - 1) for token in restarts):
             raise ValueError(
                 "canon: position_ids restart at a token that sees the one before it, because the "
                 "model does not give them to its mask, or use_cache is True: pass "
                 "use_cache=False, or use canon.integrations.transformers.sharded with a Layout of "
                 "one rank and Mask.documents"
             )
-        # transformers begins a document at a jump; padding does not see itself
+        # transformers begins a document at a jump
         if dist.is_initialized() and any(_sees(mask, token, token) for token in jumps):
             _warn_of_a_shard()
     _checked[0] = ref(positions), (*known, masks)
@@ -355,7 +423,7 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
     looked_at = hash(layout), sharding.given
     if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
         return
-    if not _are_readable(positions):
+    if whole.missing or not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
     if ranks != layout.ranks or positions.shape[1] != layout.size(rank):
@@ -370,8 +438,14 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
             "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
+    if bool((positions == torch.arange(layout.size(rank), device="cpu")).all()):
+        _warn_of_counting(whole, rank)
+
+
+def _warn_of_counting(whole: Sharding, rank: int) -> None:
+    layout = whole.layout
     counted = torch.arange(layout.size(rank), device="cpu")
-    if not bool((positions == counted).all()) or in_sequence.equal(counted):
+    if layout.positions(rank).equal(counted):
         return
     with suppress(ValueError):  # the mask has no documents, as in a tree
         if not layout.document_positions(rank, whole.mask).equal(counted):
@@ -383,7 +457,7 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
 
 
 def _are_readable(positions: Tensor) -> bool:
-    """Return whether positions are (b, t), outside of the capture of a CUDA graph."""
+    """Return whether positions are (b, t), outside of a CUDA graph's capture."""
     captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     return positions.ndim == 2 and not captured
 
@@ -403,7 +477,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, as in image encoders."""
+    """Return the mask of a layer without one."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

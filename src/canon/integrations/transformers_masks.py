@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from canon.masks.band import picked
+from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
+from canon.ranks.movement import ends_of
 
 
 class Pattern(NamedTuple):
@@ -39,11 +41,19 @@ def refuse_another_mask(_) -> int:
     )
 
 
+def refuse_a_sum(*_: Any) -> Any:
+    """Raise ValueError: scores need a tensor."""
+    raise ValueError(
+        'canon: this model adds its mask to the scores itself: use attn_implementation="eager"'
+    )
+
+
 class LayerMask:
     """The mask of one kind of layer on one process, or a tuple of one for each sequence."""
 
     __slots__ = ("masks",)
     ndim = property(refuse_another_mask)
+    __radd__ = size = refuse_a_sum
 
     def __init__(self, masks: list[Mask]):
         self.masks = masks[0] if len(set(masks)) == 1 else tuple(masks)
@@ -162,6 +172,17 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
                 "Mask.documents"
             )
     return mask
+
+
+def refuse_a_tree(mask: Mask, layout: Layout) -> None:
+    """Raise ValueError for a tree."""
+    try:
+        ends_of(layout, mask)
+    except ValueError:
+        raise ValueError(
+            "canon: the mask of sharded is a tree, but the model's sliding window counts packed "
+            "tokens, not those of a branch: use a model without windows, or separate sequences"
+        ) from None
 
 
 def _seen(mask: Mask, keys: list[range]) -> Mask:

@@ -17,6 +17,11 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def _called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                f"canon: torch.export cannot record {function.__name__}: export a module without "
+                'it, for a model of transformers with attn_implementation="sdpa"'
+            )
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 msg=f"canon does not trace {function.__name__}: compile without fullgraph=True"
