@@ -88,8 +88,8 @@ def test_padding_on_any_side_is_honoured(name):
 
 def test_positions_may_restart_in_padding():
     valid = (torch.arange(N) < 31).long()[None]
-    given = dict(attention_mask=valid, position_ids=valid.cumsum(1) * valid, use_cache=False)
-    tiny("Llama", "canon")(input_ids=tokens(N), **given)
+    positions = valid.cumsum(1) * valid
+    tiny("Llama", "canon")(tokens(N), valid, positions, use_cache=False)
 
 
 def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():

@@ -172,6 +172,14 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
                 attend()
 
 
+def refused_on_two_ranks(message, model):
+    with (
+        sharded(None, Layout.zigzag(16, 2), half="reference"),
+        pytest.raises(ValueError, match=message),
+    ):
+        model(input_ids=tokens(8), position_ids=torch.arange(8)[None], use_cache=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -197,11 +205,7 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
 def test_a_model_that_ranks_cannot_divide_raises_inside_sharded(changes, message):
     model = tiny("Llama", "canon")
     vars(model.config).update(changes)
-    with (
-        sharded(None, Layout.zigzag(16, 2), half="reference"),
-        pytest.raises(ValueError, match=message),
-    ):
-        model(input_ids=tokens(8), use_cache=False)
+    refused_on_two_ranks(message, model)
 
 
 def test_a_decoder_that_ignores_positions_raises_inside_sharded():
@@ -209,11 +213,7 @@ def test_a_decoder_that_ignores_positions_raises_inside_sharded():
     register()
     config = transformers.BartConfig(attn_implementation="canon", is_encoder_decoder=False, **sizes)
     model = transformers.BartForCausalLM(config)
-    with (
-        sharded(None, Layout.zigzag(16, 2), half="reference"),
-        pytest.raises(ValueError, match="BartDecoder ignores position_ids"),
-    ):
-        model(input_ids=tokens(8), position_ids=torch.arange(8)[None], use_cache=False)
+    refused_on_two_ranks("BartDecoder ignores position_ids", model)
 
 
 def test_sliding_windows_over_a_tree_raise_inside_sharded():

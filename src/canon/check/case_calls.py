@@ -80,7 +80,7 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
         leaves.append(x.sink.detach().requires_grad_(not forward))
         options["sink"] = leaves[-1]
     function = partial(getattr(module, case.function), **options)
-    # three layers, the second differentiated twice
+    # three layers, one differentiated twice
     others = [(1 - t.detach()).requires_grad_(not forward) for t in tensors]
     in_model = case.mask == "causal" and not case.planted
     other_layer = lambda: function(*others, *places) if in_model else None
