@@ -191,7 +191,7 @@ FAULTS_BY_KIND = {
         "grad_dtype is ignored": (
             "attention_backward/causal/split/part",
             "public_parts",
-            "grad_dtype or q.dtype",
+            'checked_dtype("grad_dtype", grad_dtype, q.dtype)',
             "torch.bfloat16",
         ),
     },

@@ -82,7 +82,7 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     function = partial(getattr(module, case.function), **options)
     # three layers, one differentiated twice
     others = [(1 - t.detach()).requires_grad_(not forward) for t in tensors]
-    in_model = case.mask == "causal" and not case.planted
+    in_model = case.mask == "causal" and not (case.planted or case.rank_invariant)
     other_layer = lambda: function(*others, *places) if in_model else None
     _, results, _ = other_layer(), function(*arguments), other_layer()
     _check_returned(case, results)

@@ -153,8 +153,9 @@ class CaseRunner:
         exact, honest = wanted.exact, wanted.honest
         reduced = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
         if reduced.itemsize == 2:  # sums travel in 16 bits, and own parts may
-            rounded = {name: getattr(exact, name).to(reduced).double() for name in ("dk", "dv")}
-            honest = [*honest, of_reference, exact._replace(**rounded)]
+            sums = zip(exact._fields[3:5], exact[3:5], strict=True)
+            rounded = exact._replace(**{name: y.to(reduced).double() for name, y in sums})
+            honest = [*honest, of_reference, rounded]
         if squares is not None:
             # Each rank has rounded its part once: independent errors add as u sqrt(sum part^2).
             # Where parts cancel, that is more than one rounding of their sum.

@@ -140,8 +140,7 @@ causal | Mask.causal(n) | (2, 1), (64, 32), batch=1 | (4, 1), (128, 64), batch=1
 window | Mask.window(n - 1, n // 5, 16) | (2, 2), (48, 48), strides=(1, 1) | \
     (4, 4), (96, 96), strides=(1, 16)
 block_causal | block_causal(lengths) | (3, 1), (32, 32), scale=0.15 | (6, 1), (64, 64), scale=0.11
-full | Mask.documents(ends, causal=False) | (1, 1), (64, 64), batch=2, scale=3.0 | \
-    (8, 1), (64, 64), batch=2
+full | Mask.documents(ends, causal=False) | (1, 1), (64, 64), batch=2 | (8, 1), (64, 64), batch=2
 last | Mask.causal(LAST, n) | (4, 2), (32, 32), batch=1 | (8, 2), (128, 128), batch=1
 last full | Mask.full(LAST, n) | (3, 1), (32, 32) | (8, 1), (64, 64)
 few | Mask.causal(FEW, n) | (4, 2), (32, 32), batch=1 | (8, 2), (128, 128), batch=1
