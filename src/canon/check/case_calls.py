@@ -81,10 +81,13 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
         options["sink"] = leaves[-1]
     function = partial(getattr(module, case.function), **options)
     # three layers, one differentiated twice
-    others = [(1 - t.detach()).requires_grad_(not forward) for t in tensors]
     in_model = case.mask == "causal" and not (case.planted or case.rank_invariant)
-    other_layer = lambda: function(*others, *places) if in_model else None
-    _, results, _ = other_layer(), function(*arguments), other_layer()
+    others = [(1 - t.detach()).requires_grad_(not forward) for t in tensors] if in_model else []
+    if in_model:
+        function(*others, *places)
+    results = function(*arguments)
+    if in_model:
+        function(*others, *places)
     _check_returned(case, results)
     out, lse = results if case.returns_lse else (results, None)
     differentiated = {"both": ((out, lse), (x.dout, x.dlse)), "lse": (lse, x.dlse)}

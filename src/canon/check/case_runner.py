@@ -305,8 +305,8 @@ def assembled(part: Results, layout: Layout) -> Results:
         rows = local.movedim(dim, 0).contiguous()
         places = [layout.positions(rank).to(rows.device) for rank in range(layout.ranks)]
         padded = rows.new_zeros(max(map(len, places)), *rows.shape[1:])
-        if len(rows) != len(places[dist.get_rank()]):
-            raise ValueError(f"{name} has {len(rows)} tokens, not {len(places[dist.get_rank()])}")
+        if len(rows) != (own := layout.size(dist.get_rank())):
+            raise ValueError(f"{name} has {len(rows)} tokens, not {own}")
         padded[: len(rows)] = rows
         full = rows.new_empty(layout.tokens, *rows.shape[1:])
         for place, shard in zip(places, _gather(padded), strict=True):
