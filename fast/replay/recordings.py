@@ -20,7 +20,8 @@ of unknown origin, or launches no kernel.
 import copy
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -164,14 +165,11 @@ def replayed(
         body(*tensors, *options)
         return
     given = tuple([x for x in tensors if x is not None])
-    addresses, bits = [], 0
-    for x in given:
-        addresses.append(address := x.data_ptr())
-        bits |= address
+    addresses = [x.data_ptr() for x in given]
     if kind is None:
         kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
         kind = (options, *kinds, first.device)
-    places = tuple([x & 15 for x in addresses]) if bits & 15 else None
+    places = tuple([x & 15 for x in addresses]) if reduce(or_, addresses) & 15 else None
     key = (body, kind, places, _aliases(addresses), _settings(first))
     found = known = plan_cache.PLANS.get(key)
     if found is None:

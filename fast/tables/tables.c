@@ -218,15 +218,15 @@ static i64 classify(const Problem *p, const i64 *starts, i64 tiles, const Piece 
   return number;
 }
 
-/* Sort the tiles by work, the most first, stably. */
-static int sort_by_work(const i64 *work, i64 tiles, i64 *order) {
+/* Write the place of each tile among those sorted by work, the most first, stably. */
+static int sort_by_work(const i64 *work, i64 tiles, i64 *place) {
   i64 most = 0, at = 0;
   for (i64 tile = 0; tile < tiles; tile++) most = maximum(most, work[tile]);
-  i64 *place = zeros(most + 1, sizeof(i64));
-  if (!place) return -1;
-  for (i64 tile = 0; tile < tiles; tile++) place[work[tile]]++;
-  for (i64 some = most; some >= 0; some--) at += place[some], place[some] = at - place[some];
-  for (i64 tile = 0; tile < tiles; tile++) order[place[work[tile]]++] = tile;
+  i64 *next = zeros(most + 1, sizeof(i64));
+  if (!next) return -1;
+  for (i64 tile = 0; tile < tiles; tile++) next[work[tile]]++;
+  for (i64 some = most; some >= 0; some--) at += next[some], next[some] = at - next[some];
+  for (i64 tile = 0; tile < tiles; tile++) place[tile] = next[work[tile]]++;
   return 0;
 }
 
@@ -234,16 +234,16 @@ static int sort_by_work(const i64 *work, i64 tiles, i64 *order) {
 static i64 fill(const Problem *p, const i64 *starts, i64 tiles, const Piece *pieces, i64 number, i64 *made, int32_t *rows) {
   Span *spans = array(3 * number, sizeof(Span));
   i64 *keys = array(3 * number, sizeof(i64)), *index = array(3 * number, sizeof(i64));
-  i64 *work = zeros(tiles, sizeof(i64)), *order = array(tiles, sizeof(i64)), *unsorted = array(TILE * tiles, sizeof(i64));
+  i64 *work = zeros(tiles, sizeof(i64)), *place = array(tiles, sizeof(i64));
   i64 kept = 0, at = 0;
-  if (!spans || !keys || !index || !work || !order || !unsorted) return -1;
+  if (!spans || !keys || !index || !work || !place) return -1;
   for (i64 i = 0; i < number; i++) {
     kept = classify(p, starts, tiles, pieces + i, i, kept, spans, keys);
     work[pieces[i].tile] += ceiled(pieces[i].end - pieces[i].begin, p->small);
   }
-  if (sort_integers(keys, kept, index) || sort_by_work(work, tiles, order)) return -1;
+  if (sort_integers(keys, kept, index) || sort_by_work(work, tiles, place)) return -1;
   for (i64 tile = 0; tile < tiles; tile++) {
-    i64 *one = unsorted + TILE * tile;
+    i64 *one = made + TILE * place[tile];
     one[START] = starts[tile], one[STOP] = tile + 1 < tiles ? starts[tile + 1] : p->size, one[BEGIN] = one[FULL] = at;
     for (; at < kept && pieces[spans[index[at]].piece].tile == tile; at++) {
       const Span *span = spans + index[at];
@@ -256,22 +256,21 @@ static i64 fill(const Problem *p, const i64 *starts, i64 tiles, const Piece *pie
     }
     one[END] = at;
   }
-  for (i64 tile = 0; tile < tiles; tile++) memcpy(made + TILE * tile, unsorted + TILE * order[tile], TILE * sizeof(i64));
   return kept;
 }
 
-static PyObject *filled(const Problem *p, const i64 *starts, i64 tiles, double visits) {
-  i64 unused, number = cut(p, starts, tiles, NULL, &unused), spans = -1;
+static PyObject *filled(const Problem *p, const i64 *starts, i64 tiles, i64 number, double visits) {
+  i64 unused, spans = -1, row = RECORD * sizeof(int32_t);
   Piece *pieces = array(number, sizeof(Piece));
-  i64 *made = array(TILE * tiles, sizeof(i64));
-  int32_t *rows = array(3 * number * RECORD, sizeof(int32_t));
+  PyObject *made = PyByteArray_FromStringAndSize(NULL, TILE * tiles * sizeof(i64));
+  PyObject *rows = PyByteArray_FromStringAndSize(NULL, 3 * number * row);
   if (pieces && made && rows) {
     cut(p, starts, tiles, pieces, &unused);
-    spans = fill(p, starts, tiles, pieces, number, made, rows);
+    spans = fill(p, starts, tiles, pieces, number, (i64 *)PyByteArray_AS_STRING(made), (int32_t *)PyByteArray_AS_STRING(rows));
   }
-  if (spans < 0) return NULL;
-  return Py_BuildValue("dLNN", visits, (long long)tiles, PyByteArray_FromStringAndSize((char *)made, TILE * tiles * sizeof(i64)),
-                       PyByteArray_FromStringAndSize((char *)rows, spans * RECORD * sizeof(int32_t)));
+  if (spans >= 0 && !PyByteArray_Resize(rows, spans * row)) return Py_BuildValue("dLNN", visits, (long long)tiles, made, rows);
+  Py_XDECREF(made), Py_XDECREF(rows);
+  return NULL;
 }
 
 static PyObject *table(PyObject *self, PyObject *arguments) {
@@ -280,17 +279,17 @@ static PyObject *table(PyObject *self, PyObject *arguments) {
   int only_visits;
   if (!PyArg_ParseTuple(arguments, "y*LLLLLp", &bands, &size, &rows, &columns, &small, &boxes, &only_visits)) return NULL;
   Problem p = {bands.buf, bands.len / (BAND * sizeof(i64)), size, rows, columns, small, boxes};
-  i64 even = size > 0 ? ceiled(size, rows) : 0, number = -1, visits[2];
+  i64 even = size > 0 ? ceiled(size, rows) : 0, number = -1, visits[2], pieces[2];
   i64 *starts = array(2 * even + 2 * p.n + 2, sizeof(i64)), *at_ends = starts + even;
   PyObject *result = NULL;
   if (starts && (number = cut_starts(&p, at_ends)) >= 0) {
     for (i64 i = 0; i < even; i++) starts[i] = rows * i;
-    cut(&p, starts, even, NULL, visits);
-    cut(&p, at_ends, number, NULL, visits + 1);
+    pieces[0] = cut(&p, starts, even, NULL, visits);
+    pieces[1] = cut(&p, at_ends, number, NULL, visits + 1);
     double ratio = (double)(columns / small), both[2] = {visits[0] / ratio, visits[1] / ratio};
     int best = number + both[1] < even + both[0];
     result = only_visits ? Py_BuildValue("dL", both[best], (long long)(best ? number : even))
-                         : filled(&p, best ? at_ends : starts, best ? number : even, both[best]);
+                         : filled(&p, best ? at_ends : starts, best ? number : even, pieces[best], both[best]);
   }
   release();
   PyBuffer_Release(&bands);

@@ -148,10 +148,12 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
 def _table(cells: Cells, t: Traversal) -> tuple[np.ndarray, np.ndarray, int, bool]:
     """Return tiles and spans, groups of heads in flight, and whether to alternate."""
     groups, read, rows = t.heads.groups, t.bytes_per_group, t.rows // t.pack
+    if t.transposed:  # `needs_more_owners` has asked for most of these
+        tiles, spans, _ = tile_costs(cells, rows, t.columns, True, t.repeat, t.boxes)
+    else:
+        tiles, spans, *_ = host_table(cells, rows, t.columns, t.columns, boxes=t.boxes)
     if not t.ordered:
-        tiles, spans, *_ = host_table(cells, rows, t.columns, t.columns, t.transposed, t.boxes)
         return tiles, spans.astype(np.int32, copy=False), heads_in_flight(groups, read), False
-    tiles, spans, _ = tile_costs(cells, rows, t.columns, t.transposed, t.repeat, t.boxes)
     found = alternation(cells, rows, t.columns, t.repeat, groups, read)
     additions = mean_additions(spans, t.columns)
     together = found[0] if found else heads_in_flight(groups, read, additions)

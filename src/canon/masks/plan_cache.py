@@ -75,10 +75,10 @@ class PlanCache:
                 return self.plans[key].plan
             self.made += 1
             self.plans[key] = _Plan(plan, size)
-            self.held += size
-            for keys in self._of_devices(size):
-                keys[key] = None
-            for device in size:
+            for device, held in size.items():
+                self.held[device] += held
+                if held and device != "cpu":
+                    self.on[device][key] = None
                 self._shrink(device, key)
         return plan
 
@@ -93,19 +93,17 @@ class PlanCache:
         """Drop the plan of ``key``, if any."""
         with self.lock:
             if (entry := self.plans.pop(key, None)) is not None:
-                for keys in self._of_devices(entry.size):
-                    del keys[key]
-                self.held -= entry.size
-
-    def _of_devices(self, size: Counter) -> list[OrderedDict[Hashable, None]]:
-        return [self.on[device] for device, held in size.items() if held and device != "cpu"]
+                for device, held in entry.size.items():
+                    self.held[device] -= held
+                    self.on[device].pop(key, None)
 
     def _shrink(self, device: str, newest: Hashable) -> None:
         """Drop plans, the oldest first, but not the ``newest``, down to the limit of a device. One
         used since it was last reached goes to the end instead: no look-up hashes its key twice.
         """
+        limit = self.limits.get(device, self.device_limit)
         keys = self.plans if device == "cpu" else self.on[device]
-        while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
+        while self.held[device] > limit and len(keys) > 1:
             entry = self.plans[key := next(iter(keys))]
             if entry.used or key is newest:
                 entry.used = False
