@@ -159,7 +159,7 @@ def replayed(
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (
-        # they belong to the pass that is being recorded
+        # of the pass being recorded
         prepared is None or any(FORCED) or launcher.is_recording()
     ):
         body(*tensors, *options)

@@ -169,7 +169,7 @@ def _planned(
     times["pickle_ms"], copy = _timed(
         lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL))
     )
-    if isinstance(given["device"], torch.device):  # of a GPU
+    if isinstance(given["device"], torch.device):
         times["pin_ms"], copy = _timed(copy.pin_memory)
     for key in set(PLANS.plans) - known:  # those of the copy are loaded instead
         PLANS.drop(key)

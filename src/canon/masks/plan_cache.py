@@ -98,8 +98,8 @@ class PlanCache:
                     self.on[device].pop(key, None)
 
     def _shrink(self, device: str, newest: Hashable) -> None:
-        """Drop plans, the oldest first, but not the ``newest``, down to the limit of a device. One
-        used since it was last reached goes to the end instead: no look-up hashes its key twice.
+        """Drop plans of a device, the oldest first, but not the ``newest``, down to its limit. One
+        used since it was last reached goes to the end: no look-up hashes its key twice.
         """
         limit = self.limits.get(device, self.device_limit)
         keys = self.plans if device == "cpu" else self.on[device]
