@@ -72,10 +72,11 @@ def attend(
             algorithm, Arguments(tensors, mask, layout, group, options)
         )
     else:
-        if True in [isinstance(x, Tensor) and x.is_neg() for x in tensors]:
-            tensors = tuple(map(resolved, tensors))
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
+        if any(map(Tensor.is_neg, tensors)):
+            tensors = tuple(map(resolved, tensors))
+            call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
         grads = torch.is_grad_enabled()
         needs_grad = tuple([grads and x.requires_grad for x in tensors])
         if call.ranks > 1:

@@ -38,7 +38,7 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     @wraps(backward)
     def _backward(ctx, *douts):
         saved = ctx.saved_tensors  # a checkpoint unpacks them once
-        douts = tuple([x if x is None else x.resolve_neg() for x in douts])
+        douts = tuple([x.resolve_neg() if x is not None and x.is_neg() else x for x in douts])
         if not torch.is_grad_enabled():
             return backward(ctx, saved, *douts)
         with torch.no_grad():
