@@ -22,10 +22,10 @@ PROFILER = "Nsight Compute"
 # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made
 # it
 TEXTS = {
-    "check_cut_off_two_h200.txt": ("5bdb6e8", "2026-11-28", "2 H200", "canon check"),
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
     "tests_cpu.txt": ("1e2e883", "2026-11-29", "none", "make test"),
-    "tests_h200.txt": ("42d9715", "2026-11-28", "1 and 2 H200", "pytest --gpu tests"),
+    "tests_h200.txt": ("fdadd11", "2026-11-29", "1 and 2 H200", "pytest --gpu tests"),
+    "first_calls_h200.txt": ("fdadd11", "2026-11-29", "1 H200", "a script, in the record"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
     "forward_plain_h100.txt": ("c01975e", "2026-11-25", "1 H100", "canon bench tune"),
     "ncu_first": ("54bacf9", "2026-11-20", "1 H200", PROFILER),

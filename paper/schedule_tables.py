@@ -3,6 +3,7 @@ host time and plans.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from math import ceil
 
 from records import load, median, only, span, table, tokens
@@ -293,6 +294,20 @@ def host() -> dict[str, str]:
     )
     share = [wall(x, "no kernels", "both") / wall(x, "canon auto", "both") for x in short]
     labels = dict(SCHEDULES)
+    beside = load("host_beside_987cd40_h200")["results"]
+
+    def of_base(measure: str) -> str:
+        """Return the ratios of wall and host time to the base."""
+        ratios = []
+        for shape, key in product(short, ("wall_ms", "host_ms")):
+            times: dict[str, list[float]] = {}
+            for row in beside:
+                if (row["shape"], row["measure"]) == (shape, measure):
+                    times.setdefault(row["tree"], []).extend(row[key])
+            base, change = (median(times[tree]) for tree in ("987cd40", "b2e1a817"))
+            ratios.append(change / base)
+        return span(ratios)
+
     launching = []
     for name in names:
         row = schedule("schedules_eight_h200", name, 32768)
@@ -311,6 +326,7 @@ def host() -> dict[str, str]:
         "short_forward": to_cudnn("forward"),
         "short_both": to_cudnn("both"),
         "short_chain": to_cudnn("chain"),
+        **{f"base_{name}": of_base(name) for name in ("forward", "both", "chain")},
         "no_kernels": span([100 * x for x in share], 0),
         "new_masks": table(
             ("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks
