@@ -33,6 +33,7 @@ TABLE = """\
 function           | layouts                     | masks | fields and options
 attention          |                             | *, wide, few in a window, sequences |
 attention          |                             | causal | variant="plain", used="no lse"
+attention          |                             | cancelling | used="forward"
 attention          |                             | documents, sequences | variant="sink", sink=True
 attention          |  | documents, few in a window | variant="softcap", softcap=1.5
 attention_forward  |                             | documents, block_causal, sequences |
