@@ -46,12 +46,8 @@ def share_types() -> None:
         return core.tensor(interpreter.TensorHandle(data, dtype), kind)
 
     def load_plain(self, pointer, mask, other, *hints):
-        x, of = pointer.handle, getattr(pointer.dtype, "element_ty", core.int1)
-        if (
-            of.__class__ is not core.dtype
-            or of.name == "int1"
-            or (other and other.handle.data.any())
-        ):
+        x, of = pointer.handle, getattr(pointer.dtype, "element_ty", None)
+        if of.__class__ is not core.dtype or (other and other.handle.data.any()):
             return load(self, pointer, mask, other, *hints)
         shape = x.data.shape
         seen = np.ones(shape, bool) if mask is None else np.broadcast_to(mask.handle.data, shape)
