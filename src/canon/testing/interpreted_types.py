@@ -1,6 +1,4 @@
-"""Let Triton's interpreter make types once, and compute with equal types in NumPy: it spends two
-thirds of its time on types.
-"""
+"""Make the types of interpreted tensors once, and let NumPy combine tensors of equal types."""
 
 import operator
 from collections.abc import Callable
@@ -13,7 +11,7 @@ PLAIN = {int, float, bool, str, type(None), core.dtype, core.block_type, core.te
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 OPERATORS = COMPARISONS | {"add", "radd", "sub", "mul", "rmul", "and", "or"}
 OFFSETS = {int, "int32", "int64"}
-# dtypes that stay beside such an operand
+# dtypes kept beside an operand
 KEPT = {int: {"int32", "int64", "fp32", "fp64"}, float: {"fp32"}, "int32": {"int64"}}
 
 
