@@ -120,7 +120,7 @@ def _repair_bfloat16() -> None:
     dot, load, store = builder.create_dot, builder.create_masked_load, builder.create_masked_store
 
     def round_to_bfloat16(self):
-        if self.dtype.scalar != tl.bfloat16:
+        if self.dtype.scalar.name != "bf16":
             validate(self)
         elif self.data.dtype != bool:  # a comparison has the dtype of its operands
             self.data = widen(narrow(self.data))
@@ -183,8 +183,6 @@ def _looked_up_once(look_up: Callable) -> Callable:
 
     def np_dtype(kind: Any) -> np.dtype:
         scalar = kind.scalar
-        if isinstance(scalar, tl.pointer_type):
-            return look_up(scalar)
         if scalar.name not in found:
             found[scalar.name] = look_up(scalar)
         return found[scalar.name]

@@ -54,6 +54,30 @@ def loop_kernel(bounds, out):
     tl.store(out, tl.cdiv(total, 2))
 
 
+@triton.jit
+def operands_kernel(x, flags, out):
+    i = tl.arange(0, 16)
+    long, number, exact = i.to(tl.int64), i.to(tl.float32), i.to(tl.float64)
+    assert (long + i).dtype == (i + long).dtype == tl.int64
+    assert (i * 0.5).dtype == (number + i).dtype == (1 + number).dtype == tl.float32
+    assert (exact * number).dtype == tl.float64
+    assert (number < 3).dtype == ((i > 2) & (i < 9)).dtype == tl.int1
+    assert (i[:, None] + long[None, :]).shape == (16, 16)
+    tl.store(out + i, tl.load(x + 2 + i, mask=i < 9, other=7.0))
+    tl.store(out + 16 + i, tl.where(tl.load(flags + i), -2 + i, 3 * number))
+    tl.store(out + 32 + i, tl.load(i + x + long, mask=i < 8, other=0.0) - (exact == 0.1))
+    tl.store(out + 48, tl.load(x + 31) + tl.load(x + tl.sum(i, 0) - 90))
+
+
+def test_operands_of_other_types_are_promoted():
+    x, i, out = torch.randn(32), torch.arange(16), torch.empty(49)
+    operands_kernel[(1,)](x, i % 2 == 0, out)
+    assert torch.equal(out[:16], torch.where(i < 9, x[2:18], 7.0))
+    assert torch.equal(out[16:32], torch.where(i % 2 == 0, i - 2.0, i * 3.0))
+    assert torch.equal(out[32:48], torch.where(i < 8, x[::2], 0.0))
+    assert out[48] == x[31] + x[30]
+
+
 def test_bfloat16_arithmetic_is_that_of_float32_rounded():
     x, y = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
     out = torch.empty(7, 64, dtype=torch.bfloat16)

@@ -1,20 +1,18 @@
-"""Make the types of interpreted tensors once: Triton's interpreter spends a third of its time on
-them.
-"""
+"""Make the types of interpreted tensors once, and let NumPy combine tensors of equal types."""
 
+import operator
+from collections.abc import Callable
+
+import numpy as np
 from triton.language import core
+from triton.runtime import interpreter
 
-PLAIN = {
-    int,
-    float,
-    bool,
-    str,
-    type(None),
-    core.dtype,
-    core.pointer_type,
-    core.block_type,
-    core.tensor,
-}
+PLAIN = {int, float, bool, str, type(None), core.dtype, core.block_type, core.tensor}
+COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+OPERATORS = COMPARISONS | {"add", "radd", "sub", "mul", "rmul", "and", "or"}
+OFFSETS = {int, "int32", "int64"}
+# dtypes kept beside an operand
+KEPT = {int: {"int32", "int64", "fp32", "fp64"}, float: {"fp32"}, "int32": {"int64"}}
 
 
 def share_types() -> None:
@@ -23,13 +21,11 @@ def share_types() -> None:
         return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    patch, load = interpreter._patch_lang_tensor, interpreter.TritonSemantic.load
     types, shapes = {}, {}
 
-    def unwrap_if_constexpr(x):
-        return x if x.__class__ in PLAIN else unwrap(x)
-
     def init_type(self, element_ty, shape):
-        key = element_ty.name, tuple([unwrap_if_constexpr(size) for size in shape])
+        key = element_ty.name, tuple([core._unwrap_if_constexpr(size) for size in shape])
         if key not in types:
             make_type(self, element_ty, shape)  # raises if the shape is invalid
             types[key] = self.shape, self.numel, self.name
@@ -43,9 +39,52 @@ def share_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name]
 
-    core._unwrap_if_constexpr = unwrap_if_constexpr
+    def tensor_of(data, dtype, is_block):
+        kind = core.block_type(dtype, [*data.shape]) if is_block else dtype
+        return core.tensor(interpreter.TensorHandle(data, dtype), kind)
+
+    def load_plain(self, pointer, mask, other, *hints):
+        x, of = pointer.handle, getattr(pointer.dtype, "element_ty", None)
+        if of.__class__ is not core.dtype or (other and other.handle.data.any()):
+            return load(self, pointer, mask, other, *hints)
+        shape = x.data.shape
+        seen = np.ones(shape, bool) if mask is None else np.broadcast_to(mask.handle.data, shape)
+        seen = interpreter.TensorHandle(seen, core.int1)
+        found = self.builder.create_masked_load(x, seen, None, None, None, False)
+        return tensor_of(found.data, of, pointer.type is not pointer.dtype)
+
+    def plain(slow: Callable, operate: Callable) -> Callable:
+        compares, adds = operate.__name__ in COMPARISONS, operate is operator.add
+
+        def operated(self, other):
+            other, dtype = core._unwrap_if_constexpr(other), self.dtype
+            of, y, is_block = other.__class__, other, self.type is not dtype
+            if of is core.tensor:
+                of, y = other.dtype.name, other.handle.data
+                is_block |= other.type is not other.dtype
+            if dtype.__class__ is core.pointer_type:
+                if not adds or of not in OFFSETS:
+                    return slow(self, other)
+                size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+                y = size * np.asarray(y, np.int64).astype(np.uint64)
+            elif of != dtype.name and dtype.name not in KEPT.get(of, ()):
+                return slow(self, other)
+            result = operate(self.handle.data, y)
+            return tensor_of(result, core.int1 if compares else dtype, is_block)
+
+        return operated
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        for name in OPERATORS:
+            operate = getattr(operator, f"__{name.removeprefix('r')}__")
+            name = f"__{name}__"
+            scope.set_attr(tensor, name, plain(getattr(tensor, name), operate))
+
+    core._unwrap_if_constexpr = lambda x: x if x.__class__ in PLAIN else unwrap(x)
     core.dtype.__eq__ = lambda self, other: (
         self.name == other.name if other.__class__ is core.dtype else equal(self, other)
     )
-    core.block_type.__init__ = init_type
-    core.tensor.__init__ = init_tensor
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    interpreter._patch_lang_tensor = patch_tensor
+    interpreter.TritonSemantic.load = load_plain
