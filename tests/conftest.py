@@ -34,6 +34,9 @@ test_compile test_compiled_graphs test_fsdp2_context_parallel test_gluon_order t
 test_kernel_variants test_planted_notebooks test_readme test_replayed_schedules test_swap_it_in
 """.split()  # noqa: SIM905
 
+# Programs of rank processes import these, if a test module does.
+SEVERAL_RANKS = "canon.integrations.trainer", "torch.distributed.checkpoint.state_dict"
+
 # Programs of rank processes take modules, such as a half: these are pickled by their names.
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
@@ -87,7 +90,9 @@ def import_before_forks(*modules):
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = forkserver.set_forkserver_preload
-    forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
+    forkserver.set_forkserver_preload = lambda names: preload(
+        [*names, *modules, *(name for name in SEVERAL_RANKS if name in sys.modules)]
+    )
 
 
 def pytest_collection_modifyitems(config, items):

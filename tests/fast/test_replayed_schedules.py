@@ -118,9 +118,7 @@ def test_the_exchanges_of_a_mesh_replay_too(layout):
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(("mask", "layout"), GLUON_CASES, ids=["causal", "documents"])
 def test_steps_of_the_hopper_kernels_replay_too(function, mask, layout):
-    tensors = [
-        whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
-    ]
+    tensors = [whole(mask, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
     with backend("gluon"), simulated_kernels.simulated():
         assert_a_replay_has_the_bits_of_steps_as_written(
             2, tensors, train, GLUON_FUNCTIONS[function], mask, layout, "qkv"

@@ -105,10 +105,11 @@ def test_tensors_of_one_shape_share_their_types():
 
 # ---------------------------------------------------------------------- in a fresh process
 def fresh(program, **variables):
-    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the
-    ended process.
+    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone, where warnings
+    are errors. Return the ended process.
     """
-    return ended_process(textwrap.dedent(program), PYTHONWARNINGS="error", **variables)
+    strict = "import warnings\nwarnings.simplefilter('error')\n"
+    return ended_process(strict + textwrap.dedent(program), **variables)
 
 
 ATTEND = """

@@ -157,9 +157,10 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
     verdict = agreement(right, exact, honest)
     assert verdict.agrees, str(verdict)
     assert not any(killed_by(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-    ends, survivors, wanted = Counter(), set(), {x for of, x in sample() if of == name}
+    ends, survivors, every = Counter(), set(), mutants(kernel)
+    wanted = {x for of, x in sample() if of == name}
     for place, mutant in enumerate(sorted(wanted)):
-        function, number = mutants(kernel)[mutant]
+        function, number = every[mutant]
         changed = mutated(function, kernel.branches, number)
         with monkeypatch.context() as patch:
             if any(call in mutant for call in BETWEEN_CTAS):
