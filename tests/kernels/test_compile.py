@@ -22,9 +22,12 @@ import json, os
 
 from triton.backends.nvidia.compiler import CUDABackend
 
+from canon.fast.kernels.gluon import few_queries_launch
 from canon.testing import compile
 
 CUDABackend.make_cubin = lambda *_: b""
+if os.environ.get("CANON_CASES") != "all":
+    few_queries_launch.P_ROWS = few_queries_launch.P_ROWS[-1:]  # has the most registers
 every, numbers = compile.main_cases, json.loads(os.environ["NUMBERS"])
 compile.main_cases = lambda arch: [every(arch)[number] for number in numbers]
 compile.main()
