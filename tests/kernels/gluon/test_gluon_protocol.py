@@ -38,7 +38,7 @@ MODULES = [
     module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")
 ]
 INTERLEAVINGS = [("late", 0), ("early", 1)]  # not "random", which adds to dq in any order
-TOKENS, SCALE = 575, 0.125
+TOKENS, SCALE = 575 if sampling.ALL else 447, 0.125
 # the last work tile is so short that all its tiles are loaded at once
 MASK = Mask.documents([0, 140, TOKENS])
 
