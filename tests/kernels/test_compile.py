@@ -35,14 +35,14 @@ compile.main()
 
 
 def values(case):
-    """Return what a sample of all cases has at least once: each kernel, each kind of call, dtype
-    and width, and each attention kernel on each architecture.
+    """Return what a sample of all cases has at least once: of each backend each kernel, kind of
+    call, dtype and width, and each attention kernel on each architecture.
     """
     kinds = {"seen": case.seen > 0} | {
         name: getattr(case, name)
         for name in ("describable", "short", "ordered", "plain", "key_order")
     }
-    of_kernel = {(case.backend, case.kernel, *x) for x in kinds.items()}
+    of_kernel = {(case.backend, case.kernel), *((case.backend, *x) for x in kinds.items())}
     of_backend = {(case.backend, case.d, case.dv), (case.backend, case.dtype, case.arch)}
     return of_kernel | of_backend | {(case.kernel, case.kernel in ATTENTION and case.arch)}
 
