@@ -98,7 +98,8 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, run, *call)
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize(("function", "mask", "kind", "wanted"), CASES)
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, mask, kind, wanted):
-    tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    sizes = dict(b=2, h=2, g=1, d=8, dv=8)
+    tensors = [whole(MASK, **sizes, dtype=torch.float32, seed=seed) for seed in (1, 2)]
     assert_a_replay_has_the_bits_of_steps_as_written(
         RANKS, tensors, train, FUNCTIONS[function], mask, LAYOUTS[kind], wanted
     )
