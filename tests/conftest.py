@@ -40,6 +40,9 @@ SEVERAL_RANKS = "canon.integrations.trainer", "torch.distributed.checkpoint.stat
 # Programs of rank processes take modules, such as a half: these are pickled by their names.
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
 
+# nbformat would build its grammars, in more than a second, to check the formats of URLs.
+sys.modules["rfc3987_syntax"] = None
+
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile(
     "canon",
