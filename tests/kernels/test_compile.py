@@ -38,13 +38,11 @@ def values(case):
     """Return what a sample of all cases has at least once: of each backend each kernel, kind of
     call, dtype and width, and each attention kernel on each architecture.
     """
-    kinds = {"seen": case.seen > 0} | {
-        name: getattr(case, name)
-        for name in ("describable", "short", "ordered", "plain", "key_order")
-    }
-    of_kernel = {(case.backend, case.kernel), *((case.backend, *x) for x in kinds.items())}
-    of_backend = {(case.backend, case.d, case.dv), (case.backend, case.dtype, case.arch)}
-    return of_kernel | of_backend | {(case.kernel, case.kernel in ATTENTION and case.arch)}
+    kinds = ("describable", "short", "seen", "ordered", "plain", "key_order")
+    of_backend = {case.kernel, (case.d, case.dv), (case.dtype, case.arch)}
+    of_backend |= {name for name in kinds if getattr(case, name)}
+    found = {(case.backend, value) for value in of_backend}
+    return found | {(case.kernel, case.kernel in ATTENTION and case.arch)}
 
 
 def compiled(arch, cache):
