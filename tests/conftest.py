@@ -30,12 +30,13 @@ INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "simulat
 
 # These begin first, so that no worker is left alone with a long test at the end.
 SLOW = """
-test_compile test_compiled_graphs test_fsdp2_context_parallel test_gluon_order test_gluon_protocol
-test_kernel_variants test_planted_notebooks test_readme test_replayed_schedules test_swap_it_in
+test_check test_check_warming test_compile test_compiled_graphs test_fsdp2_context_parallel
+test_gluon_order test_gluon_protocol test_kernel_variants test_readme test_replayed_schedules
+test_swap_it_in test_transformers
 """.split()  # noqa: SIM905
 
 # Programs of rank processes import these, if a test module does.
-SEVERAL_RANKS = "canon.integrations.trainer", "torch.distributed.checkpoint.state_dict"
+SEVERAL_RANKS = {"canon.integrations.trainer", "torch.distributed.checkpoint.state_dict"}
 
 # Programs of rank processes take modules, such as a half: these are pickled by their names.
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
@@ -94,7 +95,7 @@ def import_before_forks(*modules):
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = forkserver.set_forkserver_preload
     forkserver.set_forkserver_preload = lambda names: preload(
-        [*names, *modules, *(name for name in SEVERAL_RANKS if name in sys.modules)]
+        [*names, *modules, *(SEVERAL_RANKS & sys.modules.keys())]
     )
 
 

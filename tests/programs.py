@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 # Forks a process for each program, which takes two seconds less than to import torch.
 SERVER = """
-import json, os, signal, sys, tempfile
+import json, os, signal, sys, tempfile, textwrap, warnings
 import torch
 
 for line in sys.stdin:
@@ -36,8 +36,10 @@ os.environ.clear()
 os.environ.update(before)
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.update(environment)
+if action := environment.get("PYTHONWARNINGS"):
+    warnings.simplefilter(action)
 tempfile.tempdir = None
-exec(program)
+exec(textwrap.dedent(program))
 """
 
 

@@ -38,11 +38,11 @@ def values(case):
     """Return what a sample of all cases has at least once: of each backend each kernel, kind of
     call, dtype and width, and each attention kernel on each architecture.
     """
-    kinds = ("describable", "short", "seen", "ordered", "plain", "key_order")
+    kinds = "describable", "short", "seen", "ordered", "plain", "key_order"
     of_backend = {case.kernel, (case.d, case.dv), (case.dtype, case.arch)}
     of_backend |= {name for name in kinds if getattr(case, name)}
-    found = {(case.backend, value) for value in of_backend}
-    return found | {(case.kernel, case.kernel in ATTENTION and case.arch)}
+    of_arch = case.kernel, case.kernel in ATTENTION and case.arch
+    return {of_arch, *((case.backend, value) for value in of_backend)}
 
 
 def compiled(arch, cache):
@@ -51,8 +51,7 @@ def compiled(arch, cache):
     both = covering([case for each in ARCHITECTURES for case in main_cases(each)], values)
     cases = [case for case in both if case.arch == arch]
     numbers = json.dumps([every.index(case) for case in cases])
-    settings = dict(NUMBERS=numbers, TRITON_CACHE_DIR=str(cache))
-    output = printed(PROGRAM, "--arch", arch, **settings)
+    output = printed(PROGRAM, "--arch", arch, NUMBERS=numbers, TRITON_CACHE_DIR=str(cache))
     return cases, [json.loads(line) for line in output.splitlines()]
 
 
