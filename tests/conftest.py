@@ -95,7 +95,7 @@ def import_before_forks(*modules):
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = forkserver.set_forkserver_preload
     forkserver.set_forkserver_preload = lambda names: preload(
-        [*names, *modules, *(SEVERAL_RANKS & sys.modules.keys())]
+        [*names, *modules, *SEVERAL_RANKS & sys.modules.keys()]
     )
 
 
