@@ -50,7 +50,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=100 if sampling.ALL else 40,
+    max_examples=100 if sampling.ALL else 30,
 )
 settings.load_profile("canon")
 
