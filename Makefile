@@ -47,10 +47,10 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 tests: $(STAMP)
-	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal -p no:nbval tests
 
 cells: $(STAMP)
-	$(BIN)/pytest --nbval notebooks
+	$(BIN)/pytest --nbval --nbval-cell-timeout=300 notebooks
 
 test-all: export CANON_CASES = all
 test-all: test

@@ -30,12 +30,19 @@ INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "simulat
 
 # These begin first, so that no worker is left alone with a long test at the end.
 SLOW = """
-test_compile test_compiled_graphs test_fsdp2_context_parallel test_gluon_order test_gluon_protocol
-test_kernel_variants test_planted_notebooks test_readme test_replayed_schedules test_swap_it_in
+test_check test_check_warming test_compile test_compiled_graphs test_fsdp2_context_parallel
+test_gluon_order test_gluon_protocol test_kernel_variants test_readme test_replayed_schedules
+test_swap_it_in test_transformers
 """.split()  # noqa: SIM905
+
+# Programs of rank processes import these, if a test module does.
+SEVERAL_RANKS = {"canon.integrations.trainer", "torch.distributed.checkpoint.state_dict"}
 
 # Programs of rank processes take modules, such as a half: these are pickled by their names.
 copyreg.pickle(ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
+
+# nbformat would build its grammars, in more than a second, to check the formats of URLs.
+sys.modules["rfc3987_syntax"] = None
 
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile(
@@ -43,7 +50,7 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=100 if sampling.ALL else 40,
+    max_examples=100 if sampling.ALL else 30,
 )
 settings.load_profile("canon")
 
@@ -87,7 +94,9 @@ def import_before_forks(*modules):
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     preload = forkserver.set_forkserver_preload
-    forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
+    forkserver.set_forkserver_preload = lambda names: preload(
+        [*names, *modules, *SEVERAL_RANKS & sys.modules.keys()]
+    )
 
 
 def pytest_collection_modifyitems(config, items):

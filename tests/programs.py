@@ -1,5 +1,7 @@
 """Run programs in processes of their own, for tests."""
 
+import functools
+import json
 import os
 import re
 import runpy
@@ -11,16 +13,55 @@ from pathlib import Path
 
 import torch.multiprocessing as multiprocessing
 
+# Forks a process for each program, which takes two seconds less than to import torch.
+SERVER = """
+import json, os, signal, sys, tempfile, textwrap, warnings
+import torch
+
+for line in sys.stdin:
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    if not (child := os.fork()):
+        break
+    _, status = os.waitpid(child, 0)
+    texts = [file.read() for file in files if not file.seek(0)]
+    print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
+else:
+    sys.exit()
+signal.alarm(1800)
+for number, file in enumerate([open(os.devnull), *files]):
+    os.dup2(file.fileno(), number)
+program, sys.argv[1:], before, environment, folder = json.loads(line)
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(before)
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ.update(environment)
+if action := environment.get("PYTHONWARNINGS"):
+    warnings.simplefilter(action)
+tempfile.tempdir = None
+exec(textwrap.dedent(program))
+"""
+
+
+@functools.cache
+def server():
+    """Start a process with torch. It ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
 
 def ended(program, *arguments, **environment):
-    """Run a program in a process that has TRITON_INTERPRET from ``environment`` alone. Return the
-    ended process.
+    """Run a program in a process that has torch, and TRITON_INTERPRET from ``environment`` alone.
+    Return the ended process.
     """
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(
-        command, env=kept | environment, capture_output=True, text=True, timeout=1800
-    )
+    given = program, [*map(str, arguments)], dict(os.environ), environment, os.getcwd()
+    print(json.dumps(given), file=server().stdin, flush=True)
+    return subprocess.CompletedProcess(program, *json.loads(server().stdout.readline()))
 
 
 def printed(program, *arguments, **environment):
@@ -30,19 +71,12 @@ def printed(program, *arguments, **environment):
     return done.stdout
 
 
-def under_torchrun(script, ranks, *options, cwd=None, **environment):
-    """Run a script on ranks that are processes on this host. Return its output."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    kept = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} | environment
-    command = [*torchrun, str(script), *options]
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=300)
+def under_torchrun(script, ranks):
+    """Run a script on ranks that are processes on the CPU of this host. Return its output."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *torchrun, str(ranks), str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -32,7 +32,7 @@ for place in (pipe, os.open("/dev/full", os.O_WRONLY)):
 
 def test_output_that_nobody_takes_ends_a_command_without_a_traceback():
     full = "canon: No space left on device\n2\n"
-    assert ended(UNREAD, PYTHONUNBUFFERED="").stderr == 3 * "141\n" + 3 * full
+    assert ended(UNREAD).stderr == 3 * "141\n" + 3 * full
 
 
 def test_imports_and_recordings_do_not_load_dynamo_and_matplotlib():

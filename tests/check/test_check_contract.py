@@ -175,7 +175,7 @@ def test_keywords_that_are_not_named_are_no_parameters(write_module):
 
 
 def test_ctrl_c_keeps_the_finished_cases(tmp_path):
-    words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
+    words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "60"]
     # a test run in the background ignores SIGINT
     listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -64,7 +64,7 @@ def test_merging_in_16_bits_disagrees_in_every_function_that_merges(ranks, run, 
 @pytest.mark.parametrize("words", ["no-mask", "causal,no-options", "packed,forward"])
 def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
     status, _, record = run(
-        "narrow --tokens 560 --runs 1 --only 'ring_attention/*/*ca*' --features",
+        "narrow --tokens 280 --runs 1 --only 'ring_attention/*/*ca*' --features",
         words,
     )
     assert status == 1

@@ -38,7 +38,7 @@ def kept_cases(record):
 
 
 def test_random_cases_agree(run):
-    number = 50 if sampling.ALL else 25
+    number = 50 if sampling.ALL else 12
     status, printed, record = run(f"--random {number} --seed 20")
     assert status == 0, printed.out
     assert len(kept_cases(record)) == number

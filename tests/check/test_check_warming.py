@@ -169,17 +169,12 @@ def test_a_script_and_a_program_from_the_standard_input_take_turns_and_compile_o
     script = tmp_path / "script.py"
     (tmp_path / "merging.py").write_text(MERGING)
     script.write_text(
-        f"import sys; sys.path.append({str(tmp_path)!r}); import merging; "
+        "import os, sys; os.environ.pop('TRITON_INTERPRET', None); "
+        f"sys.path.append({str(tmp_path)!r}); import merging; "
         "print(merging.compiled(merging.collect))"
     )
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    kept |= {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
+    kept = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | {"text": True}
     both = [subprocess.Popen([sys.executable, place], env=kept, **pipes) for place in (script, "-")]
     texts = None, script.read_text()
     (one, errors), (other, more) = (

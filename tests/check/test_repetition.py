@@ -33,7 +33,7 @@ FACTORS = {  # of out: in each call
     "wrong with the switch": ("(1 + switched)", "under torch.use_deterministic_algorithms: "),
     "wrong without it": ("(2 - switched)", "out"),
 }
-CASE = "--tokens 200 --only zigzag_attention/zigzag/causal --dtype float32"
+CASE = "--tokens 60 --only zigzag_attention/zigzag/causal --dtype float32"
 
 
 @pytest.mark.parametrize("name", FACTORS)

@@ -56,7 +56,7 @@ def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
 @pytest.mark.parametrize("name", FEW)
 def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
     """Keys that no query sees are NaN."""
-    q, k, v, *_ = inputs(FEW[name], 2, 4, 2)
+    q, k, v, *_ = inputs(FEW[name], 1, 4, 2)
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, FEW[name])
 
 

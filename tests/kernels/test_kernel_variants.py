@@ -173,16 +173,11 @@ with _target(90), recorded_jobs() as jobs:
     kernel_variants.collect(model, "cpu")
 """
 )
-IMPORTS = (
+KEYS = (
     COLLECT
     + """
 assert len(jobs) > 10
 assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
-"""
-)
-KEYS = (
-    COLLECT
-    + """
 kernels = {str(job.args[1]): job.args[1] for job in jobs.values()}
 names = sorted(kernels, reverse=sys.argv[1] == "reversed")
 print(json.dumps({name: kernels[name].cache_key for name in names}))
@@ -262,25 +257,20 @@ MODELS = [
 ]
 
 
-def test_the_search_for_variants_does_not_load_pytorchs_compiler():
-    """It would take seconds before the first kernel compiles."""
-    printed(IMPORTS)
-
-
-def test_the_key_of_a_kernel_in_the_disk_cache_does_not_depend_on_the_kernels_before():
-    """Else other processes than the one that compiled it compile it again."""
+def test_a_search_for_variants_gives_one_key_in_any_order_and_loads_no_compiler_of_pytorch():
+    """Else other processes than the one that compiled a kernel compile it again. To load PyTorch's
+    compiler would take seconds before the first kernel compiles.
+    """
     one, other = (json.loads(printed(KEYS, order)) for order in ("sorted", "reversed"))
     assert {"gluon", "triton"} <= {part for name in one for part in name.split(".")}
     assert one == other
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_random_calls_need_no_other_variant(part):
-    models = MODELS[part::2]
-    most = 200 if sampling.ALL else 100
-    given = [(*x, x[8] == INVARIANT, 25 if x[8] == INVARIANT else most) for x in models]
+def test_random_calls_need_no_other_variant():
+    most = 200 if sampling.ALL else 20
+    given = [(*x, x[8] == INVARIANT, most) for x in MODELS]
     for found in ran(RANDOM_CALLS, given):
-        assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
+        assert found["seen"] > 0.3 * found["warmed"], "the calls need a good part of the set"
 
 
 FOUR = (32, 8), (24, 6), (16, 8), (40, 8), (20, 4), (16, 16)  # at most four heads share a tile

@@ -39,8 +39,7 @@ SPEED = " ".join(section("Is it faster\\?").split())
 def test_the_training_program_runs_under_torchrun_and_gives_the_loss_of_one_rank():
     assert any("torchrun --nproc-per-node 4 notebooks/train.py" in line for line in COMMANDS)
     one, two = (
-        losses_of(output)
-        for output in (on_forked_ranks(TRAIN, 1), under_torchrun(TRAIN, 2, CUDA_VISIBLE_DEVICES=""))
+        losses_of(output) for output in (on_forked_ranks(TRAIN, 1), under_torchrun(TRAIN, 2))
     )
     assert len(one) == len(two) == 20
     # each is rounded to 1e-4; sums of 1021 float32 add 1e-6

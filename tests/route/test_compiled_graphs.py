@@ -92,7 +92,7 @@ def distributed(half, backend, calls):
                 Layout.contiguous(TILED, 2, 128) if tiled else reference.dispatch(mask, 2, chunk=4),
             )
         assert counters["stats"]["unique_graphs"] == 1, "a new mask or a new layout compiles again"
-        if not tiled:
+        if not tiled and half is reference and backend == "aot_eager":
             check(None, None)
 
 

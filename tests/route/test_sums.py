@@ -1,4 +1,4 @@
-"""4,096 equal parts go through every sum of the guide's table, in bfloat16. A sum in bfloat16 would
+"""1,024 equal parts go through every sum of the guide's table, in bfloat16. A sum in bfloat16 would
 stop at 256 parts.
 """
 
@@ -27,7 +27,7 @@ from canon.route.sink_weights import weighted
 from canon.training import linear_loss, linear_sequence_loss, sequence_loss
 
 # parts, and one of them: neither it nor 129 times it is a round number in bfloat16
-N, ONE = 4096, 1 + 2**-7
+N, ONE = 1024, 1 + 2**-7
 HALVES = {"reference": reference, "fast": fast}
 
 

@@ -2,7 +2,7 @@
 is interpreted.
 """
 
-import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -128,13 +128,7 @@ def test_tensors_of_one_shape_share_their_types():
 
 
 # ---------------------------------------------------------------------- in a fresh process
-def fresh(program, **variables):
-    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the
-    ended process.
-    """
-    return ended_process(textwrap.dedent(program), PYTHONWARNINGS="error", **variables)
-
-
+fresh = partial(ended_process, PYTHONWARNINGS="error")
 ATTEND = """
 import torch
 from canon import fast, reference
@@ -208,16 +202,15 @@ def test_an_import_leaves_triton_as_it_is():
 
 
 def test_without_triton_pytorch_computes_and_a_chosen_backend_says_how_to_install_it():
-    ended = fresh(f"""
-        import sys, torch
-        sys.modules["triton"] = None
-        {textwrap.indent(ATTEND, "        ").strip()}
-        try:
-            with fast.backend("triton"):
-                fast.attention(q, k, v)
-        except RuntimeError as error:
-            print(error)
-        """)
+    before = "import sys\nsys.modules['triton'] = None\n"
+    after = """
+try:
+    with fast.backend("triton"):
+        fast.attention(q, k, v)
+except RuntimeError as error:
+    print(error)
+"""
+    ended = fresh(before + ATTEND + after)
     told = (
         "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use backend(\"torch\")"
     )

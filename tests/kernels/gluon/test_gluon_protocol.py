@@ -8,7 +8,6 @@ end in a fault or in other bits than those of the kernel. In a sample, one of th
 
 import math
 import sys
-from collections import Counter
 from functools import cache, lru_cache
 
 import hopper
@@ -38,7 +37,7 @@ MODULES = [
     module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")
 ]
 INTERLEAVINGS = [("late", 0), ("early", 1)]  # not "random", which adds to dq in any order
-TOKENS, SCALE = 575, 0.125
+TOKENS, SCALE = 575 if sampling.ALL else 447, 0.125
 # the last work tile is so short that all its tiles are loaded at once
 MASK = Mask.documents([0, 140, TOKENS])
 
@@ -117,18 +116,12 @@ def few(name, q, k, v, out, lse):
 
 
 def killed_by(name, order, seed, right):
-    """Return how an interleaving ends: with a deadlock, another fault or other bits; "" if with the
-    right bits.
-    """
+    """Return whether an interleaving ends with a fault or with other bits."""
     try:
         got = run(name, order, seed)
-    except simulator.Fault as fault:
-        return "deadlock" if isinstance(fault, simulator.Deadlock) else "fault"
-    return (
-        ""
-        if all(x is y or torch.equal(x, y) for x, y in zip(got, right, strict=True))
-        else "other bits"
-    )
+    except simulator.Fault:
+        return True
+    return not all(x is y or torch.equal(x, y) for x, y in zip(got, right, strict=True))
 
 
 @cache
@@ -157,9 +150,10 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
     verdict = agreement(right, exact, honest)
     assert verdict.agrees, str(verdict)
     assert not any(killed_by(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-    ends, survivors, wanted = Counter(), set(), {x for of, x in sample() if of == name}
+    survivors, every = set(), mutants(kernel)
+    wanted = {x for of, x in sample() if of == name}
     for place, mutant in enumerate(sorted(wanted)):
-        function, number = mutants(kernel)[mutant]
+        function, number = every[mutant]
         changed = mutated(function, kernel.branches, number)
         with monkeypatch.context() as patch:
             if any(call in mutant for call in BETWEEN_CTAS):
@@ -171,18 +165,11 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
                         patch.setattr(module, here, changed)
             # its absence shows if additions are late and in another order
             if "wait_for_reductions(" in mutant:
-                killed = [
-                    next(
-                        filter(None, (killed_by(name, "late", seed, right) for seed in range(8))),
-                        "",
-                    )
-                ]
+                killed = [any(killed_by(name, "late", seed, right) for seed in range(8))]
             else:
                 both = sampling.ALL or mutant in SURVIVORS[name]
                 some = INTERLEAVINGS if both else [INTERLEAVINGS[place % 2]]
                 killed = [killed_by(name, *interleaving, right) for interleaving in some]
             if not all(killed):
                 survivors.add(mutant)
-        ends[killed[0] if all(killed) else "survives"] += 1
-    print(f"{name}: {dict(sorted(ends.items()))}")
     assert survivors == wanted & set(SURVIVORS[name])
