@@ -37,22 +37,21 @@ class Kernel(NamedTuple):
     branches: Branches = MappingProxyType({})
 
 
+def of_forward(config: Config, after: bool = False) -> Kernel:
+    branches = {"STALE_MAXIMUM": config.stale_maximum, "P_AFTER_O": after}
+    return Kernel(forward.forward_kernel, config, branches=branches)
+
+
+def fused(columns: int, stages: int, ordered: bool = False, early: bool = True) -> Kernel:
+    wide = columns == 64 and stages == 2
+    branches = {"FUSED": True, "D_PAD > 64": wide, "ORDERED": ordered, "EARLY": early}
+    return Kernel(dkdv.dkdv_kernel, Config(128, columns, stages), 80 if wide else 64, branches)
+
+
 KERNELS = {
-    "forward": Kernel(
-        forward.forward_kernel,
-        Config(128, 64, 4, 2),
-        branches={"STALE_MAXIMUM": False, "P_AFTER_O": False},
-    ),
-    "forward by three": Kernel(
-        forward.forward_kernel,
-        Config(192, 64, 3),
-        branches={"STALE_MAXIMUM": False, "P_AFTER_O": True},
-    ),
-    "forward, stale maximum": Kernel(
-        forward.forward_kernel,
-        Config(128, 64, 2, stale_maximum=True),
-        branches={"STALE_MAXIMUM": True, "P_AFTER_O": False},
-    ),
+    "forward": of_forward(Config(128, 64, 4, 2)),
+    "forward by three": of_forward(Config(192, 64, 3), after=True),
+    "forward, stale maximum": of_forward(Config(128, 64, 2, stale_maximum=True)),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
     "few queries, sums": Kernel(few_queries_sums.sums_kernel, Config(64, 64, 2)),
@@ -63,28 +62,10 @@ KERNELS = {
         Config(128, 64, 4, 2),
         branches={"FUSED": False, "ORDERED": False, "EARLY": True},
     ),
-    "fused": Kernel(
-        dkdv.dkdv_kernel,
-        Config(128, 128, 2),
-        branches={"FUSED": True, "D_PAD > 64": False, "ORDERED": False, "EARLY": False},
-    ),
-    "fused by halves": Kernel(
-        dkdv.dkdv_kernel,
-        Config(128, 64, 2),
-        d=80,
-        branches={"FUSED": True, "D_PAD > 64": True, "ORDERED": False, "EARLY": True},
-    ),
-    "ordered": Kernel(
-        dkdv.dkdv_kernel,
-        Config(128, 64, 3),
-        branches={"FUSED": True, "D_PAD > 64": False, "ORDERED": True, "EARLY": True},
-    ),
-    "ordered by halves": Kernel(
-        dkdv.dkdv_kernel,
-        Config(128, 64, 2),
-        d=80,
-        branches={"FUSED": True, "D_PAD > 64": True, "ORDERED": True, "EARLY": True},
-    ),
+    "fused": fused(128, 2, early=False),
+    "fused by halves": fused(64, 2),
+    "ordered": fused(64, 3, ordered=True),
+    "ordered by halves": fused(64, 2, ordered=True),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
 

@@ -111,12 +111,6 @@ FAULTS_BY_KIND = {
             "shrink[..., None] * weighted",
             "weighted",
         ),
-        "the softmax subtracts no maximum": (
-            "attention/cancelling",
-            "local",
-            "torch.maximum(highest, scores.amax(-1))",
-            "torch.zeros_like(highest)",
-        ),
         "the scale is off by 1 %": (
             LOCAL,
             "checks",

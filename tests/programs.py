@@ -18,6 +18,7 @@ SERVER = """
 import json, os, signal, sys, tempfile, textwrap, warnings
 import torch
 
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a killed test reads no more
 for line in sys.stdin:
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
     if not (child := os.fork()):
@@ -27,6 +28,7 @@ for line in sys.stdin:
     print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), flush=True)
 else:
     sys.exit()
+signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 signal.alarm(1800)
 for number, file in enumerate([open(os.devnull), *files]):
     os.dup2(file.fileno(), number)

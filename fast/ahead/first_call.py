@@ -32,7 +32,7 @@ def compile_for(call: Call) -> None:
     model = model_of(call.computed)
     if call.columns > 1:
         model = replace(model, over_mesh=True)
-    if model in _compiled:  # a new mask, or another length
+    if model in _compiled:  # another mask or length
         return
     needed = identities(model)
     with _lock:

@@ -121,19 +121,14 @@ def collect(model: Model, device: str) -> None:
 def steps(model: Model) -> list[Callable[["Inputs"], None]]:
     """Return the groups of launches that the model's functions need, each once."""
     unused = set() if model.has_sink else {sinks}
-    if 1 not in model.ranks and all(
-        map(_is_ring, model.functions)
-    ):  # a result is a sum of parts, or one step has all keys
+    algorithms = [ALGORITHMS.get(("fast", x)) for x in model.functions]
+    if 1 not in model.ranks and all(x and x.variants == VARIANTS for x in algorithms):
+        # a result is a sum of parts, or one step has all keys
         unused |= {whole_backward}
     unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order, few_queries_on_ranks}
     found = dict.fromkeys(x for name in model.functions for x in variants_of(name))
     exchanges = [exchanged_rows] if model.over_mesh else []
     return [step for step in found if step not in unused] + exchanges
-
-
-def _is_ring(function: str) -> bool:
-    algorithm = ALGORITHMS.get(("fast", function))
-    return algorithm is not None and algorithm.variants == VARIANTS
 
 
 def identities(model: Model) -> list[tuple]:
@@ -195,7 +190,7 @@ def forward_parts(inputs: Inputs) -> None:
 
 
 def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
-    from canon.fast.kernels.triton import launch  # only with Triton
+    from canon.fast.kernels.triton import launch
 
     for x in inputs.of_all_sizes():
         if x.model.backend != "cuda":

@@ -102,6 +102,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     assert status == 0, printed.out
     assert list(verdicts(record)) == [
         "attention/causal/float32/plain",
+        "attention/cancelling/bfloat16/plain",
         "attention/causal/float32/plain/inf in dout",
     ]
     assert f"--features {limits}" in record["command"]

@@ -104,17 +104,8 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(
     assert {failure["index"] for failure in failures} == wrong
     failure = failures[0]
     assert "Mask." in failure["draws"]["mask"]
-    for name in (
-        "ranks",
-        "layout",
-        "dtype",
-        "heads",
-        "widths",
-        "scale",
-        "method",
-        "differentiated",
-    ):
-        assert name in failure["draws"]
+    names = "ranks layout dtype heads widths scale method differentiated"
+    assert {*names.split()} <= {*failure["draws"]}
     index = failure["index"]
     first = f" --first {index}" if index else ""
     assert failure["repeat"] == f"canon check off_ring --random 1 --seed 2{first}"

@@ -28,11 +28,14 @@ def near(found, expected):
     return (found - expected).norm() < TOLERANCE * expected.norm()
 
 
-def filled(model, attention):
-    """Return the model in float64 with large weights, equal in every call."""
+def filled(name, attention, **config):
+    """Return a model in float64 with large weights, equal in every call."""
     register()
-    model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
-    return with_large_weights(model, torch.float64).double()
+    configuration = getattr(transformers, f"{name}Config")(image_token_id=IMAGE, **config)
+    with Float64():
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(configuration)
+        model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
+        return with_large_weights(model, torch.float64).double()
 
 
 # --- Qwen2.5-VL: positions of three axes
@@ -50,16 +53,9 @@ def qwen(attention):
         fullatt_block_indexes=[1],
         out_hidden_size=64,
     )
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=SIZES | dict(hidden_size=64, rope_parameters=rotary),
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=61,
-        vision_start_token_id=START,
-        vision_end_token_id=STOP,
-    )
-    with Float64():
-        return filled(transformers.Qwen2_5_VLForConditionalGeneration(config), attention)
+    text = SIZES | dict(hidden_size=64, rope_parameters=rotary)
+    special = dict(video_token_id=61, vision_start_token_id=START, vision_end_token_id=STOP)
+    return filled("Qwen2_5_VL", attention, text_config=text, vision_config=vision, **special)
 
 
 def gradients_of(model):
@@ -116,20 +112,15 @@ VISION = dict(
 
 def gemma(attention):
     text = transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_id=IMAGE
-    )
-    with Float64():
-        return filled(transformers.Gemma3ForConditionalGeneration(config), attention)
+    given = dict(text_config=text, vision_config=VISION, mm_tokens_per_image=4)
+    return filled("Gemma3", attention, **given)
 
 
 def paligemma(attention):
     vision = VISION | dict(projection_dim=32)
-    config = transformers.PaliGemmaConfig(
-        text_config=dict(model_type="gemma", **SIZES), vision_config=vision, projection_dim=32
-    )
-    with Float64():
-        return filled(transformers.PaliGemmaForConditionalGeneration(config), attention)
+    text = dict(model_type="gemma", **SIZES)
+    given = dict(text_config=text, vision_config=vision, projection_dim=32)
+    return filled("PaliGemma", attention, **given)
 
 
 N = 26

@@ -13,6 +13,7 @@ from programs import printed
 from canon import __main__ as command_line
 from canon.fast import warm_up
 from canon.fast.ahead import compilation
+from canon.fast.ahead.warm import DEFAULT
 
 # Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and
 # none is run. On a CPU "auto" is always "split": here each call draws one of the methods that
@@ -224,16 +225,8 @@ while done < count:
 torch.cuda.synchronize()
 print(json.dumps(dict(warmed=warmed, compiled=compiled)))
 """
-DISTRIBUTED = (
-    "ring_attention",
-    "zigzag_attention",
-    "striped_attention",
-    "strided_attention",
-    "magi_attention",
-)
-ALL = ("attention", "attention_forward", "attention_backward", "merge", *DISTRIBUTED)
-
-INVARIANT = ("attention", *DISTRIBUTED[3:])  # with rank_invariant=True
+ALL = ("attention_forward", "attention_backward", "merge", *DEFAULT)
+INVARIANT = ("attention", *DEFAULT[4:])  # with rank_invariant=True
 
 
 def ran(program, *arguments, **environment):
@@ -249,9 +242,9 @@ MODELS = [
     (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
     (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
     (90, "gluon", "bfloat16", (16, 4), (64, 64), "auto", None, 1, INVARIANT, 5.0),
-    (90, "gluon", "bfloat16", (10, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
-    (90, "gluon", "bfloat16", (12, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
+    (90, "gluon", "bfloat16", (10, 2), (64, 64), "auto", None, 2, DEFAULT[1:4], 5.0),
+    (90, "gluon", "bfloat16", (12, 2), (64, 64), "auto", None, 2, DEFAULT[4:5], None),
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DEFAULT[5:], None),
     (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
     (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
 ]
@@ -311,18 +304,8 @@ def test_after_warm_up_200_steps_with_random_masks_compile_nothing(dtype, heads,
 
 @pytest.mark.gpus(1)
 def test_after_first_calls_200_steps_with_random_masks_compile_nothing(tmp_path):
-    functions = "attention", *DISTRIBUTED
-    found = ran(
-        COUNT,
-        200,
-        "bfloat16",
-        (8, 2),
-        (64, 64),
-        functions,
-        [],
-        TRITON_CACHE_DIR=str(tmp_path),
-        CANON_COMPILE_AHEAD="1",
-    )
+    model, settings = ("bfloat16", (8, 2), (64, 64), DEFAULT), {"CANON_COMPILE_AHEAD": "1"}
+    found = ran(COUNT, 200, *model, [], TRITON_CACHE_DIR=str(tmp_path), **settings)
     assert not found["compiled"], "first calls compile in other processes"
 
 

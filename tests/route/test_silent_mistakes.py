@@ -11,6 +11,7 @@ import torch.distributed as dist
 from meshes import mesh
 
 from canon import Layout, Mask, reference
+from canon.fast.ahead.warm import DEFAULT
 from canon.testing import process_groups
 
 HEADS_FIRST = (
@@ -23,17 +24,7 @@ def tensors(*shape, seed):
     return [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "attention",
-        "ring_attention",
-        "zigzag_attention",
-        "striped_attention",
-        "strided_attention",
-        "magi_attention",
-    ],
-)
+@pytest.mark.parametrize("name", DEFAULT)
 @pytest.mark.parametrize("shape", [(2, 3, 29, 8), (3, 29, 8)])
 def test_heads_before_tokens_are_warned_of_in_the_first_call(half, name, shape):
     function, x = getattr(half, name), tensors(*shape, seed=0)

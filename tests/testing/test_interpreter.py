@@ -57,25 +57,18 @@ def loop_kernel(bounds, out):
 @triton.jit
 def operands_kernel(x, flags, out):
     i = tl.arange(0, 16)
-    long, number, exact = i.to(tl.int64), i.to(tl.float32), i.to(tl.float64)
+    long, number = i.to(tl.int64), i.to(tl.float32)
     assert (long + i).dtype == (i + long).dtype == tl.int64
-    assert (i * 0.5).dtype == (number + i).dtype == (1 + number).dtype == tl.float32
-    assert (exact * number).dtype == tl.float64
-    assert (number < 3).dtype == ((i > 2) & (i < 9)).dtype == tl.int1
-    assert (i[:, None] + long[None, :]).shape == (16, 16)
-    tl.store(out + i, tl.load(x + 2 + i, mask=i < 9, other=7.0))
-    tl.store(out + 16 + i, tl.where(tl.load(flags + i), -2 + i, 3 * number))
-    tl.store(out + 32 + i, tl.load(i + x + long, mask=i < 8, other=0.0) - (exact == 0.1))
-    tl.store(out + 48, tl.load(x + 31) + tl.load(x + tl.sum(i, 0) - 90))
+    assert (i * 0.5).dtype == (number + i).dtype == tl.float32
+    tl.store(out + i, tl.where(tl.load(flags + i), -2 + i, 3 * number))
+    tl.store(out + 16 + i, tl.load(i + x + long))
 
 
 def test_operands_of_other_types_are_promoted():
-    x, i, out = torch.randn(32), torch.arange(16), torch.empty(49)
+    x, i, out = torch.randn(48), torch.arange(16), torch.empty(32)
     operands_kernel[(1,)](x, i % 2 == 0, out)
-    assert torch.equal(out[:16], torch.where(i < 9, x[2:18], 7.0))
-    assert torch.equal(out[16:32], torch.where(i % 2 == 0, i - 2.0, i * 3.0))
-    assert torch.equal(out[32:48], torch.where(i < 8, x[::2], 0.0))
-    assert out[48] == x[31] + x[30]
+    assert torch.equal(out[:16], torch.where(i % 2 == 0, i - 2.0, i * 3.0))
+    assert torch.equal(out[16:], x[:32:2])
 
 
 def test_bfloat16_arithmetic_is_that_of_float32_rounded():
@@ -115,12 +108,8 @@ def test_tensors_of_one_shape_share_their_types():
     assert one.shape is other.shape
     assert one.type == other.type != tl.block_type(tl.int32, sizes[0])
     assert [size.value for size in one.shape] == list(one.type.shape) == sizes[0]
-    assert (one.numel.value, one.type.numel, one.dtype, one.type.scalar) == (
-        512,
-        512,
-        tl.float32,
-        tl.float32,
-    )
+    assert one.numel.value == one.type.numel == 512
+    assert one.dtype == one.type.scalar == tl.float32
     assert tl.tensor(None, tl.float32).numel.value == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):

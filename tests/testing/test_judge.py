@@ -56,6 +56,11 @@ def test_faults_are_caught(fault, dtype, result_of):
     assert not any(found.startswith("the reference itself") for found in result["faults"])
 
 
+def test_a_softmax_without_its_maximum_is_caught(result_of):
+    change = "local", "torch.maximum(highest, scores.amax(-1))", "torch.zeros_like(highest)"
+    assert result_of("attention/cancelling", "bfloat16", change)["verdict"] == "disagrees"
+
+
 PART = "attention_forward/window/part"
 
 

@@ -5,8 +5,7 @@ part             a partial result of a schedule: delta is given, and the results
 rank_invariant   has the bits of `attention` on one rank
 columns          over a mesh ("tokens", "heads") with so many columns, or a divisor of the ranks
 few              a mask with 17 queries and 5,000 keys or more
-cancelling       causal over two heavy keys with opposite values: merging in 16 bits shows; scores
-                 are above 100
+cancelling       causal over two heavy keys with opposite values: merging in 16 bits shows
 nan in k         one element of a visible token of k is NaN
 
 Dtypes alternate over masks, layouts and methods.

@@ -112,7 +112,7 @@ class Call:
         """The width of V, also where V is projected from other tensors."""
         return self.algorithm.declaration.value_width(self.shapes)
 
-    @cached_property
+    @property
     def passes(self) -> Passes:
         """Both passes. Those of a mesh exchange heads and run `computed`."""
         algorithm = self.algorithm

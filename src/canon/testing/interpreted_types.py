@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 PLAIN = {int, float, bool, str, type(None), core.dtype, core.block_type, core.tensor}
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-OPERATORS = COMPARISONS | {"add", "radd", "sub", "mul", "rmul", "and", "or"}
+OPERATORS = COMPARISONS | {"add", "sub", "mul", "and", "or"}
 OFFSETS = {int, "int32", "int64"}
 # dtypes kept beside an operand
 KEPT = {int: {"int32", "int64", "fp32", "fp64"}, float: {"fp32"}, "int32": {"int64"}}
@@ -21,7 +21,7 @@ def share_types() -> None:
         return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
-    patch, load = interpreter._patch_lang_tensor, interpreter.TritonSemantic.load
+    patch = interpreter._patch_lang_tensor
     types, shapes = {}, {}
 
     def init_type(self, element_ty, shape):
@@ -39,20 +39,6 @@ def share_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name]
 
-    def tensor_of(data, dtype, is_block):
-        kind = core.block_type(dtype, [*data.shape]) if is_block else dtype
-        return core.tensor(interpreter.TensorHandle(data, dtype), kind)
-
-    def load_plain(self, pointer, mask, other, *hints):
-        x, of = pointer.handle, getattr(pointer.dtype, "element_ty", None)
-        if of.__class__ is not core.dtype or (other and other.handle.data.any()):
-            return load(self, pointer, mask, other, *hints)
-        shape = x.data.shape
-        seen = np.ones(shape, bool) if mask is None else np.broadcast_to(mask.handle.data, shape)
-        seen = interpreter.TensorHandle(seen, core.int1)
-        found = self.builder.create_masked_load(x, seen, None, None, None, False)
-        return tensor_of(found.data, of, pointer.type is not pointer.dtype)
-
     def plain(slow: Callable, operate: Callable) -> Callable:
         compares, adds = operate.__name__ in COMPARISONS, operate is operator.add
 
@@ -69,17 +55,18 @@ def share_types() -> None:
                 y = size * np.asarray(y, np.int64).astype(np.uint64)
             elif of != dtype.name and dtype.name not in KEPT.get(of, ()):
                 return slow(self, other)
-            result = operate(self.handle.data, y)
-            return tensor_of(result, core.int1 if compares else dtype, is_block)
+            dtype, x = core.int1 if compares else dtype, operate(self.handle.data, y)
+            kind = core.block_type(dtype, [*x.shape]) if is_block else dtype
+            return core.tensor(interpreter.TensorHandle(x, dtype), kind)
 
         return operated
 
     def patch_tensor(tensor, scope):
         patch(tensor, scope)
         for name in OPERATORS:
-            operate = getattr(operator, f"__{name.removeprefix('r')}__")
             name = f"__{name}__"
-            scope.set_attr(tensor, name, plain(getattr(tensor, name), operate))
+            operate = plain(getattr(tensor, name), getattr(operator, name))
+            scope.set_attr(tensor, name, operate)
 
     core._unwrap_if_constexpr = lambda x: x if x.__class__ in PLAIN else unwrap(x)
     core.dtype.__eq__ = lambda self, other: (
@@ -87,4 +74,3 @@ def share_types() -> None:
     )
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     interpreter._patch_lang_tensor = patch_tensor
-    interpreter.TritonSemantic.load = load_plain
