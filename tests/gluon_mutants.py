@@ -42,7 +42,7 @@ def of_forward(config: Config, after: bool = False) -> Kernel:
     return Kernel(forward.forward_kernel, config, branches=branches)
 
 
-def fused(columns: int, stages: int, ordered: bool = False, early: bool = True) -> Kernel:
+def of_fused(columns: int, stages: int, ordered: bool = False, early: bool = True) -> Kernel:
     wide = columns == 64 and stages == 2
     branches = {"FUSED": True, "D_PAD > 64": wide, "ORDERED": ordered, "EARLY": early}
     return Kernel(dkdv.dkdv_kernel, Config(128, columns, stages), 80 if wide else 64, branches)
@@ -62,10 +62,10 @@ KERNELS = {
         Config(128, 64, 4, 2),
         branches={"FUSED": False, "ORDERED": False, "EARLY": True},
     ),
-    "fused": fused(128, 2, early=False),
-    "fused by halves": fused(64, 2),
-    "ordered": fused(64, 3, ordered=True),
-    "ordered by halves": fused(64, 2, ordered=True),
+    "fused": of_fused(128, 2, early=False),
+    "fused by halves": of_fused(64, 2),
+    "ordered": of_fused(64, 3, ordered=True),
+    "ordered by halves": of_fused(64, 2, ordered=True),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
 
