@@ -23,7 +23,7 @@ PROFILER = "Nsight Compute"
 # it
 TEXTS = {
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
-    "tests_cpu.txt": ("1e2e883", "2026-11-29", "none", "make test"),
+    "tests_cpu.txt": ("52b4140", "2026-11-29", "none", "make test-all"),
     "tests_h200.txt": ("fdadd11", "2026-11-29", "1 and 2 H200", "pytest --gpu tests"),
     "first_calls_h200.txt": ("fdadd11", "2026-11-29", "1 H200", "a script, in the record"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
