@@ -294,20 +294,14 @@ def host() -> dict[str, str]:
     )
     share = [wall(x, "no kernels", "both") / wall(x, "canon auto", "both") for x in short]
     labels = dict(SCHEDULES)
-    beside = load("host_beside_987cd40_h200")["results"]
-
-    def of_base(measure: str) -> str:
-        """Return the ratios of wall and host time to the base."""
-        ratios = []
-        for shape, key in product(short, ("wall_ms", "host_ms")):
-            times: dict[str, list[float]] = {}
-            for row in beside:
-                if (row["shape"], row["measure"]) == (shape, measure):
-                    times.setdefault(row["tree"], []).extend(row[key])
-            base, change = (median(times[tree]) for tree in ("987cd40", "b2e1a817"))
-            ratios.append(change / base)
-        return span(ratios)
-
+    times: dict[tuple, list[float]] = {}
+    for row, key in product(load("host_beside_987cd40_h200")["results"], ("wall_ms", "host_ms")):
+        of = row["tree"], row["measure"], row["shape"], key
+        times.setdefault(of, []).extend(row[key])
+    to_base = lambda measure: span(
+        median(times["b2e1a817", *of]) / median(times["987cd40", *of])
+        for of in product([measure], short, ("wall_ms", "host_ms"))
+    )
     launching = []
     for name in names:
         row = schedule("schedules_eight_h200", name, 32768)
@@ -326,7 +320,7 @@ def host() -> dict[str, str]:
         "short_forward": to_cudnn("forward"),
         "short_both": to_cudnn("both"),
         "short_chain": to_cudnn("chain"),
-        **{f"base_{name}": of_base(name) for name in ("forward", "both", "chain")},
+        **{f"base_{name}": to_base(name) for name in ("forward", "both", "chain")},
         "no_kernels": span([100 * x for x in share], 0),
         "new_masks": table(
             ("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks

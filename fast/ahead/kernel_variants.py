@@ -122,8 +122,8 @@ def steps(model: Model) -> list[Callable[["Inputs"], None]]:
     """Return the groups of launches that the model's functions need, each once."""
     unused = set() if model.has_sink else {sinks}
     algorithms = [ALGORITHMS.get(("fast", x)) for x in model.functions]
+    # of rings, a result is a sum of parts, or one step has all keys
     if 1 not in model.ranks and all(x and x.variants == VARIANTS for x in algorithms):
-        # a result is a sum of parts, or one step has all keys
         unused |= {whole_backward}
     unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order, few_queries_on_ranks}
     found = dict.fromkeys(x for name in model.functions for x in variants_of(name))

@@ -71,7 +71,7 @@ def warm_up(
     if not torch.cuda.is_available():
         print("canon.fast.warm_up: there is no CUDA device, so there is nothing to compile")
         return 0
-    # needs progress bars
+    # only here: needs progress bars and processes
     from canon.fast.ahead.compilation import compile_ahead
 
     device = f"cuda:{torch.cuda.current_device()}"

@@ -141,7 +141,7 @@ def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
     return offsets, zeros, end
 
 
-# By device type. Tests add one for "cpu", or leave none.
+# by device type; tests change it
 REPLAYED: dict[str, type[PreparedPass]] = {"cuda": PreparedPass}
 
 
@@ -158,10 +158,8 @@ def replayed(
     """
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
-    if (
-        # of the pass being recorded
-        prepared is None or any(FORCED) or launcher.is_recording()
-    ):
+    # launches are a part of the pass being recorded
+    if prepared is None or any(FORCED) or launcher.is_recording():
         body(*tensors, *options)
         return
     given = tuple([x for x in tensors if x is not None])

@@ -148,7 +148,7 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
 def _table(cells: Cells, t: Traversal) -> tuple[np.ndarray, np.ndarray, int, bool]:
     """Return tiles and spans, groups of heads in flight, and whether to alternate."""
     groups, read, rows = t.heads.groups, t.bytes_per_group, t.rows // t.pack
-    if t.transposed:  # `needs_more_owners` may know them
+    if t.transposed:  # perhaps made for `needs_more_owners`
         tiles, spans, _ = tile_costs(cells, rows, t.columns, True, t.repeat, t.boxes)
     else:
         tiles, spans, *_ = host_table(cells, rows, t.columns, t.columns, boxes=t.boxes)

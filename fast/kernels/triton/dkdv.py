@@ -297,7 +297,7 @@ def sum_heads_kernel(
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     dk_acc = tl.zeros([CTA_ROWS, padded(D)], ACC)
     dv_acc = tl.zeros([CTA_ROWS, padded(DV)], ACC)
-    # several loads must be in flight
+    # unrolled, so that several loads are in flight
     for part in tl.range(head * group, (head + 1) * group, loop_unroll_factor=4):
         strides = dk_parts_strides
         dk_acc += load_tile(dk_parts, batch, part, strides, first, valid, D, ALIGN)

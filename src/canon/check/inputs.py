@@ -112,8 +112,8 @@ def _with_offset(x: Tensor, case: Case) -> Tensor:
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys a quarter of each query's weight each, and opposite values. Raise scores by 100
-    or more.
+    """Give two keys a quarter of each query's weight each, and opposite values. Raise scores by
+    100, where exp overflows.
     """
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]

@@ -122,7 +122,7 @@ _retired: list[dict[int, Tensor]] = []  # those of graphs that have ended, but m
 class _Notes(threading.local):
     plans: dict[Any, Any] | None = None
     seen: dict[Any, Any] | None = None
-    making = False  # a plan, perhaps of parts
+    making = False
 
 
 _notes = _Notes()

@@ -73,10 +73,11 @@ def attend(
         )
     else:
         kind = None if sink is None else kind_of_sink(sink)
-        call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
+        arguments = Arguments(tensors, mask, layout, group, options, kind)
+        call = call_of(algorithm, arguments)
         if any(map(Tensor.is_neg, tensors)):
             tensors = tuple(map(resolved, tensors))
-            call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
+            call = call_of(algorithm, arguments._replace(tensors=tensors))
         grads = torch.is_grad_enabled()
         needs_grad = tuple([grads and x.requires_grad for x in tensors])
         if call.ranks > 1:

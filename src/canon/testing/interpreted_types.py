@@ -16,7 +16,7 @@ KEPT = {int: {"int32", "int64", "fp32", "fp64"}, float: {"fp32"}, "int32": {"int
 
 
 def share_types() -> None:
-    """Let tensors of one shape share Triton's results for it. A second call does nothing."""
+    """Let tensors of one shape share Triton's results for it."""
     if core.block_type.__init__.__module__ == __name__:
         return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__

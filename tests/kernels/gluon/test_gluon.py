@@ -40,7 +40,7 @@ MASKS = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_method_equals_the_oracle(mask, method):
-    assert_methods(attend, inputs(mask, h=2, g=1), mask, methods=[method])
+    assert_methods(attend, inputs(mask, h=4, g=2), mask, methods=[method])
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ PLAIN = Config(128, 64, 3, plain=True)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_the_plain_forward_equals_the_oracle(mask, dtype):
     for d, tiles, order in ((64, PLAIN, "late"), (128, Config(128, 128, 2, plain=True), "early")):
-        arguments = inputs(mask, b=2, h=2, g=1, d=d, dv=d, dtype=dtype)
+        arguments = inputs(mask, b=2, h=4, g=2, d=d, dv=d, dtype=dtype)
         assert_exact(forward(*arguments[:3], mask, tiles, order=order), *arguments, mask)
